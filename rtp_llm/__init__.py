@@ -1,0 +1,1 @@
+"""rtp_llm: from a Hugging Face checkpoint directory to rank-local, runtime-ready weights, plan first."""

@@ -1,0 +1,1 @@
+"""The rtp-llm command."""

@@ -1,0 +1,114 @@
+"""The one way in which this package tells a user what is wrong.
+
+Every package has an enumeration of faults (``CheckpointFault``, ``PlanFault``, ...), whose values are one line
+of explanation each.  A :class:`Problem` is one finding; an :class:`RtpLlmError` carries all findings of a step,
+sorted, so that a user never has to repair a checkpoint one message at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any
+
+#: How many findings a message spells out; ``problems`` and JSON always hold all of them.  More than a screen of
+#: lines hides the first one, which is the one people read.
+MESSAGE_LIMIT = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One finding: what, where (file, tensor, rank), expected, actual, and what to do about it.
+
+    ``fault`` is a member of the enumeration of the package that found it; on a problem received from another rank
+    it is the member's name as a string.
+    """
+
+    fault: Enum | str
+    what: str
+    file: str | None = None
+    tensor: str | None = None
+    rank: int | None = None
+    expected: str | None = None
+    actual: str | None = None
+    fix: str | None = None
+
+    @property
+    def code(self) -> str:
+        """The fault's stable name, e.g. ``TRUNCATED_FILE``."""
+        return self.fault.name if isinstance(self.fault, Enum) else self.fault
+
+    def sort_key(self) -> tuple[str, str, str, int, str]:
+        return (self.code, self.file or "", self.tensor or "", -1 if self.rank is None else self.rank, self.what)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object with the keys ``fault, what, file, tensor, rank, expected, actual, fix``."""
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"fault": self.code}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Problem:
+        return cls(**data)
+
+    def __str__(self) -> str:
+        where = [f"{label} {value}" for label, value in (("rank", self.rank), ("file", self.file), ("tensor", self.tensor)) if value is not None]
+        text = f"{self.code}: {self.what}"
+        if where:
+            text += f" ({', '.join(where)})"
+        if self.expected is not None or self.actual is not None:
+            text += f": expected {self.expected}, found {self.actual}"
+        if self.fix:
+            text += f". {self.fix}"
+        return text
+
+
+class RtpLlmError(ValueError):
+    """Something the user can put right: input, settings, or the machine.  ``problems`` holds every finding."""
+
+    #: What the step that failed is called in the first line of the message.
+    step = "rtp_llm"
+
+    def __init__(self, problems: Problem | Iterable[Problem]) -> None:
+        found = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        assert found, "an error without a problem"
+        self.problems: tuple[Problem, ...] = tuple(sorted(found, key=Problem.sort_key))
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        if len(self.problems) == 1:
+            return f"{self.step}: {self.problems[0]}"
+        lines = [f"{self.step}: {len(self.problems)} problems"]
+        lines += [f"  - {p}" for p in self.problems[:MESSAGE_LIMIT]]
+        if len(self.problems) > MESSAGE_LIMIT:
+            lines.append(f"  ... and {len(self.problems) - MESSAGE_LIMIT} more (--json lists all)")
+        return "\n".join(lines)
+
+
+class CheckpointError(RtpLlmError):
+    """The files are not a checkpoint that can be trusted."""
+
+    step = "checkpoint"
+
+
+class ConfigError(RtpLlmError):
+    """A setting, or ``config.json``, asks for something that is not there."""
+
+    step = "configuration"
+
+
+class PlanError(RtpLlmError):
+    """Checkpoint and model do not fit each other, or the model does not fit the ranks."""
+
+    step = "plan"
+
+
+class TransportError(RtpLlmError):
+    """Bytes could not be moved: I/O errors, files that changed while they were read, memory."""
+
+    step = "transport"
+
+
+class ParallelError(RtpLlmError):
+    """The ranks do not agree, or one of them failed."""
+
+    step = "parallel"

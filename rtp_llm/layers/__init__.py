@@ -1,0 +1,1 @@
+"""Modules that state which slots fill their parameters."""

@@ -1,0 +1,1 @@
+"""load_model(): the whole road, step by step."""

@@ -1,0 +1,1 @@
+"""Shard arithmetic, process groups, and ranks that agree."""

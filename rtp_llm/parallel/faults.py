@@ -1,0 +1,16 @@
+"""Everything that can be wrong between ranks."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class ParallelFault(Enum):
+    """Faults of the parallel group."""
+
+    INDIVISIBLE = "a size cannot be divided over the ranks"
+    NO_PROCESS_GROUP = "a step needs ranks that were not started"
+    BAD_ENVIRONMENT = "the launcher's environment and the settings contradict each other"
+    RANKS_DISAGREE = "ranks planned different loads"
+    RANK_FAILED = "another rank failed"
+    RANK_LOST = "another rank died or stopped answering"

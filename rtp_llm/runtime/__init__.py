@@ -1,0 +1,1 @@
+"""Enough of a runtime to prove the weights."""

@@ -1,0 +1,1 @@
+"""How bytes move from files to their place."""

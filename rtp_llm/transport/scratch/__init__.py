@@ -1,0 +1,1 @@
+"""The own reader: threads, pread, straight into the parameter."""
