@@ -1,0 +1,50 @@
+"""What makes a module plannable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from rtp_llm.plan.pieces import Fill, ParamSpec, Piece
+
+
+class Planned(nn.Module):
+    """A module that owns parameters: it says which parts of which slots tile each of them, for its rank.
+
+    Parameters are created on the ``meta`` device, in their final local shape and dtype; the loader allocates them once
+    and fills them through the plan.  A module never loads anything itself.
+    """
+
+    def tiles(self) -> dict[str, tuple[Piece | Fill, ...]]:
+        """For each of this module's own parameters, by attribute name, the pieces and fills that tile it."""
+        raise AssertionError(f"{type(self).__name__} states no tiles")
+
+    def declare(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Registers a parameter on the meta device."""
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+
+def param_specs(model: nn.Module) -> Iterator[ParamSpec]:
+    """Every parameter of ``model`` with its tiling, in module order.
+
+    A parameter or buffer that no :class:`Planned` module states would stay uninitialised: that is a mistake in the
+    family, and asserted.
+    """
+    stated = set()
+    for prefix, module in model.named_modules():
+        if not isinstance(module, Planned):
+            continue
+        tiles = module.tiles()
+        for attribute, parameter in module.named_parameters(recurse=False):
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            stated.add(name)
+            yield ParamSpec(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."), tiles[attribute])
+    unstated = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    unstated -= stated
+    assert not unstated, f"parameters that no module plans: {sorted(unstated)}"
