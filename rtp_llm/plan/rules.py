@@ -7,7 +7,8 @@ dictionary keys, so that looking up 91,000 names costs 91,000 look-ups whatever 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping as AbstractMapping
+from collections.abc import Iterable
+from collections.abc import Mapping as AbstractMapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
