@@ -1,1 +1,7 @@
-"""Settings, each declared once."""
+"""Settings, each declared once: flag, environment variable, default, allowed values, help, documentation."""
+
+from rtp_llm.config.faults import ConfigFault
+from rtp_llm.config.load import LoadConfig
+from rtp_llm.config.parallel import ParallelConfig
+
+__all__ = ["ConfigFault", "LoadConfig", "ParallelConfig"]

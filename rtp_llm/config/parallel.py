@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from rtp_llm.config.faults import ConfigFault
+from rtp_llm.config.kinds import Whole
+from rtp_llm.config.setting import make, setting, validate
+from rtp_llm.errors import Problem
+
+#: More ranks than any published deployment of one model uses; a larger number is a typing error.
+MOST_RANKS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +21,28 @@ class ParallelConfig:
     Weights depend on nothing else.  Raises ``ConfigError`` for sizes below 1 or ranks out of range, all at once.
     """
 
-    tp_size: int = 1
-    tp_rank: int = 0
-    ep_size: int = 1
-    ep_rank: int = 0
+    tp_size: int = setting(Whole(1, MOST_RANKS), 1, "Number of tensor-parallel ranks; under torchrun the number of processes.")
+    tp_rank: int = setting(
+        Whole(0, MOST_RANKS - 1), 0, "This process's tensor-parallel rank, from 0; under torchrun its rank.", aliases=("--rank",)
+    )
+    ep_size: int = setting(Whole(1, MOST_RANKS), 1, "Number of expert-parallel ranks; only 1 is available in this version.")
+    ep_rank: int = setting(Whole(0, MOST_RANKS - 1), 0, "This process's expert-parallel rank, from 0.")
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    def contradictions(self) -> Iterator[Problem]:
+        for kind, size, rank in (("tp", self.tp_size, self.tp_rank), ("ep", self.ep_size, self.ep_rank)):
+            if rank >= size:
+                what = f"{kind}_rank is out of range for {kind}_size {size}"
+                yield Problem(ConfigFault.CONTRADICTION, what, expected=f"0 to {size - 1}", actual=str(rank))
+        if self.ep_size > 1:
+            fix = "Leave ep_size at 1"
+            yield Problem(
+                ConfigFault.NOT_SUPPORTED, "expert parallelism is not available yet", expected="1", actual=str(self.ep_size), fix=fix
+            )
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> ParallelConfig:
+        """The settings that ``environ`` (usually ``os.environ``) gives; see ``docs/settings.md`` for the variables."""
+        return make(cls, {}, environ)

@@ -1,0 +1,150 @@
+"""Kinds of values: how a text becomes a value, and which values are allowed.
+
+Flags and environment variables arrive as text and go through ``parse`` and then ``check``; values given in Python go
+through ``check`` alone.  Both raise :class:`Refusal`, which the caller turns into a problem that says where the
+value came from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Protocol
+
+from rtp_llm.config.faults import ConfigFault
+
+
+class Refusal(Exception):
+    """A value that is not allowed; never leaves this package."""
+
+    def __init__(self, expected: str, fault: ConfigFault = ConfigFault.BAD_VALUE, fix: str | None = None) -> None:
+        super().__init__(expected)
+        self.expected = expected
+        self.fault = fault
+        self.fix = fix
+
+
+class Kind(Protocol):
+    """What a setting's values are."""
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values, for help, documentation and errors."""
+
+    def parse(self, text: str) -> object:
+        """The value that a flag's or variable's text (without surrounding white space, not empty) stands for."""
+
+    def check(self, value: object) -> None:
+        """Raises :class:`Refusal` for a value of another type or outside of what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of a few words.  ``refused`` are words that are known but not available: word -> what to do instead."""
+
+    values: tuple[str, ...]
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def allowed(self) -> str:
+        return " | ".join(self.values)
+
+    def parse(self, text: str) -> str:
+        return text
+
+    def check(self, value: object) -> None:
+        if isinstance(value, str) and value in self.refused:
+            raise Refusal(self.allowed, ConfigFault.NOT_SUPPORTED, self.refused[value])
+        if not isinstance(value, str) or value not in self.values:
+            raise Refusal(self.allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A whole number from ``least`` to ``most`` (both inclusive)."""
+
+    least: int
+    most: int
+
+    @property
+    def allowed(self) -> str:
+        return f"whole number, {self.least} to {self.most}"
+
+    def parse(self, text: str) -> int:
+        # int() alone would take "1_0" and digits of other scripts, which nobody means.
+        if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
+            raise Refusal(self.allowed)
+        return int(text)
+
+    def check(self, value: object) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or not self.least <= value <= self.most:
+            raise Refusal(self.allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """A time above zero, in seconds."""
+
+    most: float
+
+    @property
+    def allowed(self) -> str:
+        return f"seconds, above 0, at most {self.most:g}"
+
+    def parse(self, text: str) -> float:
+        try:
+            return float(text)
+        except ValueError:
+            raise Refusal(self.allowed) from None
+
+    def check(self, value: object) -> None:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not isfinite(value) or not 0 < value <= self.most:
+            raise Refusal(self.allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """On or off: a pair of flags, or a variable that is 1 or 0."""
+
+    allowed: str = "1 | 0"
+
+    def parse(self, text: str) -> bool:
+        words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+        if text.lower() not in words:
+            raise Refusal(self.allowed)
+        return words[text.lower()]
+
+    def check(self, value: object) -> None:
+        if not isinstance(value, bool):
+            raise Refusal("True | False")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where weights go; whether the device is there is asked when it is used, not here."""
+
+    allowed: str = "auto | cpu | cuda | cuda:N"
+
+    def parse(self, text: str) -> str:
+        return text
+
+    def check(self, value: object) -> None:
+        if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", value):
+            raise Refusal(self.allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """A setting that exists, and refuses every value with the reason, rather than being ignored."""
+
+    reason: str
+    allowed: str = "none yet"
+
+    def parse(self, text: str) -> str:
+        return text
+
+    def check(self, value: object) -> None:
+        if value is not None:
+            raise Refusal("no value", ConfigFault.NOT_SUPPORTED, self.reason)
