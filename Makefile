@@ -1,0 +1,56 @@
+# make demo: see it work.  make test: prove it works.  Everything else is a part of these two.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+READY := .venv/.ready
+
+# Nothing here may reach a model hub, and two test workers with all threads each would fight for the cores.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+WORKERS ?= 2
+
+.PHONY: help setup models demo test lint pytest bench format pins clean
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
+
+setup: $(READY) ## .venv with everything; does nothing when nothing changed
+
+# Remade when what goes into the environment changes, and only then.
+$(READY): deps/requirements.in deps/dev.in deps/requirements_dev.txt pyproject.toml rtp_llm/version.py tools/setup.sh
+	@tools/setup.sh
+	@touch $@
+
+models: setup ## the two small checkpoints of the demo and the tests, in .cache/models
+	@$(BIN)/python tools/fetch_models.py
+
+demo: models ## inspect, plan, load and run SmolLM2 and MiniLM
+	@tools/demo.sh
+
+test: lint pytest ## lint and the whole CPU suite
+
+lint: setup ## ruff, mypy, import directions
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@PYTHONPATH=. $(BIN)/lint-imports --no-cache
+
+pytest: models ## the CPU suite; make pytest ARGS="-k name tests/plan" for less
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
+
+bench: setup ## the CPU benchmarks, small sizes; ARGS= for the sizes of the tables in benchmark/
+	@set -e; for script in benchmark/*.py; do [ -e "$$script" ] || continue; echo "== $$script"; PYTHONPATH=. $(BIN)/python "$$script" $(ARGS); done
+bench: ARGS ?= --quick
+
+format: setup ## ruff's repairs and formatting
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+pins: ## exact versions anew, after a change in deps/*.in; needs uv
+	@tools/pin_dev.sh
+
+clean: ## everything that can be made again, except .venv and the models
+	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-checkpoints
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
