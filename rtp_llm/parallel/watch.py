@@ -82,7 +82,8 @@ class Watch:
         neighbour = (self._rank + 1) % self._size
         beat, seen, seen_at = 0, "", time.monotonic()
         try:
-            store = self._store.clone()
+            # A connection of its own: a request that blocks on the group's connection would stop the beats.
+            store = self._store.clone()  # type: ignore[attr-defined]  # in torch since 2.7, not yet in its stubs
             while not self._stop.wait(BEAT_SECONDS / 2 if beat else 0):
                 beat += 1
                 store.set(f"{self._prefix}beat/{self._rank}", str(beat))

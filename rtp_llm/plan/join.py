@@ -115,11 +115,15 @@ def join(
 
     deliveries = tuple(
         sorted(
-            (Delivery(tensors[found.slots[slot].raw], found.slots[slot], box, tuple(targets)) for (slot, box), targets in wants.items()),
-            key=lambda d: (d.tensor.file, d.tensor.start, d.slot_box, d.source.ops and repr(d.source.ops)),
+            (
+                Delivery(slot, tensors[found.slots[slot].raw], found.slots[slot], box, tuple(targets))
+                for (slot, box), targets in wants.items()
+            ),
+            key=lambda d: (d.tensor.file, d.tensor.start, d.slot, d.slot_box),
         )
     )
-    lines = agreement_lines(architecture, parallel, dtype, catalog.tensors, found.slots, slots_digest(needs))
+    model_digest = slots_digest(needs)
+    lines = agreement_lines(architecture, parallel, dtype, catalog.tensors, found.slots, model_digest)
     return LoadPlan(
         architecture=architecture,
         family=family,
@@ -139,6 +143,7 @@ def join(
         bytes_resident=sum(prod(p.shape) * DTYPES_BY_TORCH_NAME[p.dtype].bits * DTYPES_BY_TORCH_NAME[p.dtype].packed // 8 for p in params),
         bytes_staging=bytes_staging,
         bytes_transient=max((2 * d.nbytes for d in deliveries if not d.passes), default=0),
+        model_digest=model_digest,
         digest=digest(lines),
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from rtp_llm.checkpoint.catalog import FileInfo, TensorInfo
+from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.config.parallel import ParallelConfig
 from rtp_llm.errors import PlanError, Problem
 from rtp_llm.plan.boxes import Box, extent, volume
@@ -26,11 +27,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """``slot_box`` of the slot that ``tensor`` provides through ``source``, and every local place that wants it.
+    """``slot_box`` of ``slot``, which ``tensor`` provides through ``source``, and every local place that wants it.
 
     Each delivery's bytes are read once, however many targets it has.
     """
 
+    slot: str
     tensor: TensorInfo
     source: Source
     slot_box: Box
@@ -45,6 +47,16 @@ class Delivery:
     def passes(self) -> bool:
         """Whether just the wanted bytes are read: no op needs more, and the tensor is row-major in its file."""
         return self.tensor.strides is None and self.source.passes(self.slot_box)
+
+    @property
+    def verbatim(self) -> bool:
+        """Whether the bytes of ``raw_box``, end to end, are those of ``slot_box``: no op moves elements."""
+        return all(op.verbatim for op in self.source.ops)
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """torch's name of the dtype in the file."""
+        return DTYPES[self.tensor.dtype].torch_name
 
     @property
     def nbytes(self) -> int:
@@ -111,7 +123,12 @@ class LoadPlan:
     bytes_resident: int
     bytes_staging: int
     bytes_transient: int
+    model_digest: str
     digest: str
+
+    def agreement_lines(self) -> Iterator[str]:
+        """What :attr:`digest` is made of; see the function of this name."""
+        return agreement_lines(self.architecture, self.parallel, self.dtype, self.tensors, self.slots, self.model_digest)
 
     @property
     def bytes_read(self) -> int:
@@ -139,14 +156,14 @@ def agreement_lines(
     dtype: str,
     tensors: tuple[TensorInfo, ...],
     slots: Mapping[str, Source],
-    params_digest: str,
+    model_digest: str,
 ) -> Iterator[str]:
     """What all ranks must have in common, a line each, in a fixed order; the digest is their hash.
 
     Lines are compared when digests differ, so that the first difference can be named.
     """
     yield f"architecture {architecture} dtype {dtype} tp_size {parallel.tp_size} ep_size {parallel.ep_size}"
-    yield f"parameters {params_digest}"
+    yield f"logical tensors {model_digest}"
     for t in tensors:
         yield f"tensor {t.name} {t.dtype} {list(t.shape)} in {t.file} at {t.start}"
     for slot in sorted(slots):
