@@ -8,6 +8,8 @@ READY := .venv/.ready
 # Nothing here may reach a model hub, and two test workers with all threads each would fight for the cores.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# transformers' GGUF reader draws a bar that no setting of its own turns off.
+export TQDM_DISABLE := 1
 
 WORKERS ?= 2
 
