@@ -59,6 +59,7 @@ _PICKLE_ERRORS = (
     struct.error,
 )
 
+_PROTOCOLS = frozenset((b"\2", b"\3", b"\4", b"\5"))
 _ZIP_START = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 # The end record of a zip archive, its 64-bit locator, and the 64-bit end record (APPNOTE.TXT 4.3.14 to 4.3.16):
@@ -183,6 +184,9 @@ def _check_record(fd: int, entry: zipfile.ZipInfo, size: int, file: str) -> None
             raise _error(CheckpointFault.BIG_ENDIAN, "byte order", file, expected="little", actual=shown(order.decode("latin-1")))
     elif kind == "data.pkl":
         raw = read_exactly(fd, entry.file_size, _data_position(fd, entry, size, file))
+        if raw[:1] != b"\x80" or raw[1:2] not in _PROTOCOLS:
+            expected = "protocol 2, as torch.save writes, to 5"
+            raise _error(CheckpointFault.BAD_PICKLE, "data.pkl is no binary pickle", file, expected=expected, actual=shown(repr(raw[:2])))
         try:
             operations = sum(1 for _ in islice(pickletools.genops(raw), MAX_OPERATIONS + 1))
         except ValueError as error:  # an unknown operation, or the end before STOP; genops raises nothing else
