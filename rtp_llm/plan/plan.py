@@ -13,7 +13,8 @@ from rtp_llm.config.parallel import ParallelConfig
 from rtp_llm.errors import PlanError, Problem
 from rtp_llm.plan.boxes import Box, extent, volume
 from rtp_llm.plan.ops import Source
-from rtp_llm.plan.pieces import Fill, ParamSpec
+from rtp_llm.plan.experts import ExpertLayout
+from rtp_llm.plan.pieces import ExpertSlots, Fill, ParamSpec
 from rtp_llm.plan.ranges import parts
 
 
@@ -102,7 +103,8 @@ class LoadPlan:
 
     ``digest`` is the part on which all ranks must agree (files, tensors, mapping, sizes, dtype; no path, no rank);
     ``predicted_peak_bytes`` counts this rank's parameters, the transport's staging buffers and the largest tensor that
-    has to be read whole.  ``missing``, ``unexpected`` and ``problems`` are empty in a plan that may be carried out.
+    has to be read whole.  ``experts`` and ``expert_layouts`` (by layer and weight) are empty for a model without experts;
+    ``missing``, ``unexpected`` and ``problems`` are empty in a plan that may be carried out.
     """
 
     architecture: str
@@ -120,6 +122,8 @@ class LoadPlan:
     files: tuple[FileInfo, ...]
     tensors: tuple[TensorInfo, ...] = field(repr=False)
     slots: Mapping[str, Source] = field(repr=False)
+    experts: tuple[ExpertSlots, ...] = field(repr=False)
+    expert_layouts: Mapping[tuple[int, str], ExpertLayout] = field(repr=False)
     bytes_resident: int
     bytes_staging: int
     bytes_transient: int
