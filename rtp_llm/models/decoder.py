@@ -100,7 +100,7 @@ def read_sizes(reader: ConfigReader, defaults: DecoderDefaults) -> Sizes:
     hidden = reader.integer("hidden_size", 4096)
     heads = reader.integer("num_attention_heads", 32)
     kv_heads = reader.optional_integer("num_key_value_heads", defaults.kv_heads) or heads
-    if heads % kv_heads:
+    if heads % kv_heads and reader.sound("num_attention_heads"):
         reader.fail("num_key_value_heads", f"a divisor of num_attention_heads ({heads})", actual=kv_heads)
     head_dim = _read_head_dim(reader, defaults, hidden, heads)
     longest = reader.integer("max_position_embeddings", defaults.max_position_embeddings, most=MAX_POSITIONS)
@@ -125,7 +125,7 @@ def _read_head_dim(reader: ConfigReader, defaults: DecoderDefaults, hidden: int,
     else:
         given = reader.integer("head_dim", defaults.head_dim or 1)
     if given is None:
-        if hidden % heads:
+        if hidden % heads and reader.sound("num_attention_heads"):
             reader.fail("hidden_size", f"a multiple of num_attention_heads ({heads}) where there is no head_dim", actual=hidden)
         return max(hidden // heads, 2)
     if given * heads > MAX_SIZE:
