@@ -19,7 +19,7 @@ from rtp_llm.errors import Problem
     epilog="\b\nExamples:\n  rtp-llm plan ./Qwen3-8B\n  rtp-llm plan ./Qwen3-8B --tp_size 4 --rank 3 --json",
 )
 @checkpoint_argument
-@setting_options("tp_size", "tp_rank", "ep_size", "dtype", "quantization", "reader_threads", "buffer_mib")
+@setting_options("tp_size", "tp_rank", "ep_size", "ep_rank", "dtype", "quantization", "reader_threads", "buffer_mib")
 @common
 @click.pass_context
 def plan(context: click.Context, /, checkpoint: str, **flags: Any) -> int:
