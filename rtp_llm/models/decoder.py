@@ -76,6 +76,8 @@ class DecoderDefaults:
     head_dim: int | None = None
     #: Whether ``"head_dim": null`` means ``hidden_size / num_attention_heads``.
     head_dim_may_be_null: bool = True
+    #: Whether ``partial_rotary_factor`` may ask for a part of each head.
+    partial_rotary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ def read_sizes(reader: ConfigReader, defaults: DecoderDefaults) -> Sizes:
         act=reader.choice("hidden_act", "silu", ACTIVATIONS),
         norm_eps=reader.number("rms_norm_eps", 1e-6),
         max_position_embeddings=longest,
-        rope=read_rope(reader, head_dim, longest),
+        rope=read_rope(reader, head_dim, longest, partial=defaults.partial_rotary),
     )
 
 

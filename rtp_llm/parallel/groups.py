@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from rtp_llm.config.parallel import ParallelConfig
 from rtp_llm.errors import ParallelError, Problem
 from rtp_llm.parallel.experts import Ownership
 from rtp_llm.parallel.faults import ParallelFault
@@ -88,3 +89,9 @@ class Groups:
         if self.ep.size == 1:
             return self.tp
         return TensorParallel(self.tp.size * self.ep.size, self.ep.rank * self.tp.size + self.tp.rank, self.ep.group)
+
+
+def groups_at(parallel: ParallelConfig, tensor: dist.ProcessGroup | None = None, everyone: dist.ProcessGroup | None = None) -> Groups:
+    """The groups of the rank at a place; without process groups they refuse collectives.  Experts are split contiguously."""
+    experts = ExpertParallel(parallel.ep_size, parallel.ep_rank, everyone, Ownership(parallel.ep_size))
+    return Groups(TensorParallel(parallel.tp_size, parallel.tp_rank, tensor), experts)

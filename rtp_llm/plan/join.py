@@ -139,7 +139,7 @@ def join(
         )
     )
     model_digest = slots_digest(needs)
-    lines = agreement_lines(architecture, parallel, dtype, catalog.tensors, found.slots, model_digest)
+    lines = agreement_lines(architecture, parallel, dtype, catalog.tensors, found.slots, experts, model_digest)
     return LoadPlan(
         architecture=architecture,
         family=family,
@@ -160,7 +160,7 @@ def join(
         expert_layouts=expert_layouts(mapping, tensors) if experts else {},
         bytes_resident=sum(prod(p.shape) * DTYPES_BY_TORCH_NAME[p.dtype].bits * DTYPES_BY_TORCH_NAME[p.dtype].packed // 8 for p in params),
         bytes_staging=bytes_staging,
-        bytes_transient=max((2 * d.nbytes for d in deliveries if not d.passes), default=0),
+        bytes_transient=max((2 * d.nbytes for d in deliveries if not d.divisible), default=0),
         model_digest=model_digest,
         digest=digest(lines),
     )

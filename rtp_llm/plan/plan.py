@@ -12,8 +12,8 @@ from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.config.parallel import ParallelConfig
 from rtp_llm.errors import PlanError, Problem
 from rtp_llm.plan.boxes import Box, extent, volume
-from rtp_llm.plan.ops import Source
 from rtp_llm.plan.experts import ExpertLayout
+from rtp_llm.plan.ops import Source
 from rtp_llm.plan.pieces import ExpertSlots, Fill, ParamSpec
 from rtp_llm.plan.ranges import parts
 
@@ -50,6 +50,11 @@ class Delivery:
         return self.tensor.strides is None and self.source.passes(self.slot_box)
 
     @property
+    def divisible(self) -> bool:
+        """Whether it may be read in parts: no op, and no order of elements in the file, ties them together."""
+        return self.tensor.strides is None and all(op.local for op in self.source.ops)
+
+    @property
     def verbatim(self) -> bool:
         """Whether the bytes of ``raw_box``, end to end, are those of ``slot_box``: no op moves elements."""
         return all(op.verbatim for op in self.source.ops)
@@ -68,8 +73,8 @@ class Delivery:
 
     def parts(self, most_bytes: int) -> Iterator[Delivery]:
         """This delivery cut into parts of at most ``most_bytes`` read, along the raw tensor's leading dimensions; one
-        that does not pass a box stays whole."""
-        if not self.passes or self.nbytes <= most_bytes:
+        that is not divisible stays whole."""
+        if not self.divisible or self.nbytes <= most_bytes:
             yield self
             return
         elements = max(1, most_bytes * prod(self.tensor.shape) // self.tensor.nbytes)
@@ -132,7 +137,7 @@ class LoadPlan:
 
     def agreement_lines(self) -> Iterator[str]:
         """What :attr:`digest` is made of; see the function of this name."""
-        return agreement_lines(self.architecture, self.parallel, self.dtype, self.tensors, self.slots, self.model_digest)
+        return agreement_lines(self.architecture, self.parallel, self.dtype, self.tensors, self.slots, self.experts, self.model_digest)
 
     @property
     def bytes_read(self) -> int:
@@ -160,6 +165,7 @@ def agreement_lines(
     dtype: str,
     tensors: tuple[TensorInfo, ...],
     slots: Mapping[str, Source],
+    experts: tuple[ExpertSlots, ...],
     model_digest: str,
 ) -> Iterator[str]:
     """What all ranks must have in common, a line each, in a fixed order; the digest is their hash.
@@ -168,6 +174,8 @@ def agreement_lines(
     """
     yield f"architecture {architecture} dtype {dtype} tp_size {parallel.tp_size} ep_size {parallel.ep_size}"
     yield f"logical tensors {model_digest}"
+    for layer in experts:
+        yield f"experts of layer {layer.layer} on expert-parallel ranks {layer.held}"
     for t in tensors:
         yield f"tensor {t.name} {t.dtype} {list(t.shape)} in {t.file} at {t.start}"
     for slot in sorted(slots):
