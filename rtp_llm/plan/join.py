@@ -15,7 +15,6 @@ from rtp_llm.plan.boxes import Box, Shape, whole
 from rtp_llm.plan.coverage import tiles
 from rtp_llm.plan.dtypes import CASTABLE, cast_is_exact
 from rtp_llm.plan.expert_check import Contradicted, contradictions, proposed_names
-from rtp_llm.plan.experts import expert_layouts
 from rtp_llm.plan.faults import PlanFault
 from rtp_llm.plan.ops import Source
 from rtp_llm.plan.pieces import ExpertSlots, Fill, ParamSpec
@@ -157,7 +156,7 @@ def join(
         tensors=catalog.tensors,
         slots=found.slots,
         experts=experts,
-        expert_layouts=expert_layouts(mapping, tensors) if experts else {},
+        mapping=mapping,
         bytes_resident=sum(prod(p.shape) * DTYPES_BY_TORCH_NAME[p.dtype].bits * DTYPES_BY_TORCH_NAME[p.dtype].packed // 8 for p in params),
         bytes_staging=bytes_staging,
         bytes_transient=max((2 * d.nbytes for d in deliveries if not d.divisible), default=0),

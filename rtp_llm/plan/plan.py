@@ -11,8 +11,9 @@ from rtp_llm.checkpoint.catalog import FileInfo, TensorInfo
 from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.config.parallel import ParallelConfig
 from rtp_llm.errors import PlanError, Problem
+from rtp_llm.plan import rules
 from rtp_llm.plan.boxes import Box, extent, volume
-from rtp_llm.plan.experts import ExpertLayout
+from rtp_llm.plan.experts import ExpertLayout, expert_layouts
 from rtp_llm.plan.ops import Source
 from rtp_llm.plan.pieces import ExpertSlots, Fill, ParamSpec
 from rtp_llm.plan.ranges import parts
@@ -108,8 +109,8 @@ class LoadPlan:
 
     ``digest`` is the part on which all ranks must agree (files, tensors, mapping, sizes, dtype; no path, no rank);
     ``predicted_peak_bytes`` counts this rank's parameters, the transport's staging buffers and the largest tensor that
-    has to be read whole.  ``experts`` and ``expert_layouts`` (by layer and weight) are empty for a model without experts;
-    ``missing``, ``unexpected`` and ``problems`` are empty in a plan that may be carried out.
+    has to be read whole.  ``experts`` is empty for a model without experts; ``missing``, ``unexpected`` and ``problems`` are
+    empty in a plan that may be carried out.
     """
 
     architecture: str
@@ -128,7 +129,7 @@ class LoadPlan:
     tensors: tuple[TensorInfo, ...] = field(repr=False)
     slots: Mapping[str, Source] = field(repr=False)
     experts: tuple[ExpertSlots, ...] = field(repr=False)
-    expert_layouts: Mapping[tuple[int, str], ExpertLayout] = field(repr=False)
+    mapping: rules.Mapping = field(repr=False)
     bytes_resident: int
     bytes_staging: int
     bytes_transient: int
@@ -138,6 +139,10 @@ class LoadPlan:
     def agreement_lines(self) -> Iterator[str]:
         """What :attr:`digest` is made of; see the function of this name."""
         return agreement_lines(self.architecture, self.parallel, self.dtype, self.tensors, self.slots, self.experts, self.model_digest)
+
+    def expert_layouts(self) -> dict[tuple[int, str], ExpertLayout]:
+        """How the checkpoint has the experts, by layer and weight (``gate_up``, ``down``); see the function of this name."""
+        return expert_layouts(self.mapping, (t.name for t in self.tensors)) if self.experts else {}
 
     @property
     def bytes_read(self) -> int:

@@ -56,8 +56,11 @@ def expert_table(plan: LoadPlan) -> list[dict[str, Any]]:
     counts twice.  Empty for a model without experts.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
+    found: dict[int, list[tuple[str, str]]] = {}
+    for (number, weight), layout in plan.expert_layouts().items():
+        found.setdefault(number, []).append((weight, layout.name))
     for layer in plan.experts:
-        layouts = tuple((weight, layout.name) for (number, weight), layout in plan.expert_layouts.items() if number == layer.layer)
+        layouts = tuple(found.get(layer.layer, ()))
         alike.setdefault((layer.count, layer.held, layer.parts, layer.dtype, layouts), []).append(layer.layer)
     return [
         {
