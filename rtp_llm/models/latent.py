@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rtp_llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from rtp_llm.layers.mla import MLAShape, MultiHeadLatentAttention
+from rtp_llm.layers.mla import MLAShape, MultiHeadLatentAttention, Unrotated, WideRotary
 from rtp_llm.layers.mlp import GatedMLP
 from rtp_llm.layers.norm import RMSNorm
 from rtp_llm.layers.rotary import Rotary
@@ -101,18 +101,6 @@ def mapping(config: LatentConfig) -> Mapping:
     return latent_mapping(config, rules, _EXPERTS)
 
 
-class Unrotated(Rotary):
-    """Tables of no width, for models that turn nothing."""
-
-    def __init__(self) -> None:
-        pass
-
-    def tables(self, start: int, stop: int, *, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[stop - start, 0]``, twice."""
-        empty = torch.empty(stop - start, 0, dtype=dtype, device=device)
-        return empty, empty
-
-
 def build_latent(
     config: LatentConfig,
     groups: Groups,
@@ -141,5 +129,10 @@ def build_latent(
     ]
     embed = VocabParallelEmbedding("embed", sizes.vocab_size, sizes.hidden_size, tp=tp, dtype=dtype)
     head = None if config.tied else ParallelLMHead("lm_head", sizes.vocab_size, sizes.hidden_size, tp=tp, dtype=dtype)
-    rotary = Unrotated() if sizes.rope is None else Rotary(sizes.rope)
-    return model(embed, layers, norm("norm"), head, rotary)
+    return model(embed, layers, norm("norm"), head, _rotary(config))
+
+
+def _rotary(config: LatentConfig) -> Rotary:
+    if config.sizes.rope is None:
+        return Unrotated()
+    return WideRotary(config.sizes.rope) if config.wide_rotary else Rotary(config.sizes.rope)

@@ -178,21 +178,24 @@ class LatentConfig:
     """A decoder with latent attention, dense or with experts layer by layer.
 
     ``mtp_layers``: layers for multi-token prediction behind the last one, which are not loaded.  ``tied``: the embedding's
-    weight is the head's too.
+    weight is the head's too.  ``wide_rotary``: the rotation is computed in float32 whatever the model's dtype.
     """
 
     sizes: LatentSizes
     moe: MoEConfig
     mtp_layers: int
     tied: bool
+    wide_rotary: bool = False
 
 
-def latent_config(reader: ConfigReader, sizes: LatentSizes, moe: MoEConfig, names: Collection[str]) -> LatentConfig:
+def latent_config(
+    reader: ConfigReader, sizes: LatentSizes, moe: MoEConfig, names: Collection[str], *, wide_rotary: bool = False
+) -> LatentConfig:
     """The common fields and a family's own, as one configuration.
 
     Raises:
         ConfigError: with every bad field that the reader has found.
     """
-    config = LatentConfig(sizes, moe, count_mtp_layers(sizes.layers, names), read_tied(reader, names))
+    config = LatentConfig(sizes, moe, count_mtp_layers(sizes.layers, names), read_tied(reader, names), wide_rotary)
     reader.finish()
     return config

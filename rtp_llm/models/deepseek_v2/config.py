@@ -34,8 +34,10 @@ _METHODS: Mapping[str, RoutingMethod] = MappingProxyType({"greedy": "greedy", "g
 
 
 def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> LatentConfig:
-    """Raises:
-    ConfigError: with every bad field.
+    """The rotation is computed in float32, as in transformers (and for this family only).
+
+    Raises:
+        ConfigError: with every bad field.
     """
     reader = ConfigReader(raw)
     reader.only("mlp_bias", (False,), "published models have none")
@@ -47,4 +49,4 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> LatentConfig
     if raw.get("num_experts_per_tok") is None:
         reader.fail("num_experts_per_tok", "how many experts a token goes to", fault=ModelFault.ABSENT_FIELD)
     moe = read_experts(reader, sizes, layers, method, _EXPERTS)
-    return latent_config(reader, sizes, moe, names)
+    return latent_config(reader, sizes, moe, names, wide_rotary=True)
