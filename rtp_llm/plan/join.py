@@ -50,8 +50,11 @@ def provide(mapping: Mapping, tensors: Iterable[TensorInfo]) -> Provided:
         if misfit is not None:
             found.misfits[tensor.name] = misfit
             continue
+        provisions = tuple(rule.provide(numbers, tensor.shape))
+        if not provisions:
+            found.unexpected.append(tensor.name)
         boxes: list[Box] = []
-        for provision in rule.provide(numbers, tensor.shape):
+        for provision in provisions:
             source = Source(tensor.name, tensor.shape, provision.ops)
             other = found.slots.setdefault(provision.slot, source)
             if other is not source:

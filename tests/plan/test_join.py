@@ -113,6 +113,19 @@ def test_a_source_that_is_used_in_part() -> None:
     assert [p.code for p in plan.problems] == ["SOURCE_UNCOVERED"]
 
 
+class Nothing(Halves):
+    """A rule that recognises a tensor and makes nothing of it."""
+
+    def provide(self, numbers: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Provision, ...]:
+        return ()
+
+
+def test_a_rule_that_provides_nothing_hides_nothing() -> None:
+    """A tensor is placed or skipped for a reason; one that its rule drops without a word is unexpected."""
+    plan = plan_of(catalog(l_0_qk=(6, 3)), mapping=Mapping((Nothing(),)))
+    assert faults(plan) == [("UNEXPECTED_TENSOR", "l.0.qk")]
+
+
 @pytest.mark.parametrize("tiles", [((0, 4), (5, 6)), ((0, 4), (3, 6)), ((0, 4), (4, 5))])
 def test_a_layer_that_does_not_tile_its_parameter_is_our_mistake(tiles: tuple[tuple[int, int], ...]) -> None:
     """Gaps, overlaps and short tilings of a parameter are asserted before anything is planned."""
