@@ -70,8 +70,9 @@ YARN = {
     },
 }
 NO_LATENT_OF_QUERIES = {"q_lora_rank": None}
-#: Enough heads that no two tokens score alike, and fewer tokens than the test sequences have.
-INDEX = {"index_n_heads": 16, "index_head_dim": 12, "index_topk": 7}
+#: Enough heads that no two tokens score alike, and fewer tokens than the test sequences have; with nine of them no query's
+#: choice hangs on the last bits, which differ between numbers of ranks.
+INDEX = {"index_n_heads": 16, "index_head_dim": 12, "index_topk": 9}
 KIMI = {"linear_head_dim": 12, "linear_num_heads": 4, "linear_conv_kernel_dim": 4, "max_position_embeddings": 64}
 HYBRID = ["linear_attention", "full_attention"]
 
