@@ -32,9 +32,9 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def field_names(value: object) -> set[str]:
-    """All keys of a document, at any depth, but for those that are names of things (dtypes, phases, metadata)."""
+    """All keys of a document, at any depth, but for those that are names of things (dtypes, phases, weights, metadata)."""
     if isinstance(value, dict):
-        inner = {k for name, v in value.items() if name not in ("dtypes", "phases", "metadata") for k in field_names(v)}
+        inner = {k for name, v in value.items() if name not in ("dtypes", "phases", "metadata", "layout") for k in field_names(v)}
         return {*value, *inner}
     return {k for v in value for k in field_names(v)} if isinstance(value, list) else set()
 

@@ -11,11 +11,12 @@ from tests.support.paths import ROOT
 
 _COMMON = "--json --debug"
 _LOADING = (
-    "--load_method --device --dtype --quantization --reader_threads --buffer_mib --progress/--no_progress --timeout_s --tp_size --ep_size"
+    "--load_method --device --dtype --quantization --reader_threads --buffer_mib --progress/--no_progress --timeout_s"
+    " --tp_size --ep_size --eplb"
 )
 SURFACE = {
     "inspect": f"CKPT --tensors {_COMMON}",
-    "plan": f"CKPT --tp_size --tp_rank/--rank --ep_size --ep_rank --dtype --quantization --reader_threads --buffer_mib {_COMMON}",
+    "plan": f"CKPT --tp_size --tp_rank/--rank --ep_size --ep_rank --eplb --dtype --quantization --reader_threads --buffer_mib {_COMMON}",
     "load": f"CKPT {_LOADING} --tp_rank/--rank --ep_rank --verify/--no_verify {_COMMON}",
     "generate": f"CKPT --prompt --max_new_tokens --raw {_LOADING} {_COMMON}",
     "embed": f"CKPT --text {_LOADING} {_COMMON}",

@@ -77,6 +77,18 @@ def test_sizes_that_contradict_the_launcher_are_refused() -> None:
         assert caught.value.problems[0].code == "CONTRADICTION"
 
 
+def test_expert_parallel_groups_divide_the_processes() -> None:
+    """With ``ep_size`` the processes form that many groups of ``tp_size``; one that does not divide them is refused."""
+    places = []
+    for rank in range(4):
+        made = resolve({"ep_size": "2"}, {"RANK": str(rank), "WORLD_SIZE": "4"}).parallel
+        places.append((made.tp_size, made.tp_rank, made.ep_size, made.ep_rank))
+    assert places == [(2, 0, 2, 0), (2, 1, 2, 0), (2, 0, 2, 1), (2, 1, 2, 1)]
+    for bad in ("3", "5", "0", "-1", "x"):
+        with pytest.raises(ConfigError, match="ep_size"):
+            resolve({"ep_size": bad}, {"RANK": "0", "WORLD_SIZE": "4"})
+
+
 @pytest.mark.parametrize(
     "environ",
     [

@@ -31,6 +31,7 @@ EXAMPLES: dict[str, tuple[str, Any, tuple[str, ...], tuple[Any, ...]]] = {
     "tp_rank": ("0", 0, ("-1", "x"), (-1, 1.0)),
     "ep_size": ("1", 1, ("0", "2.0"), (0, None)),
     "ep_rank": ("0", 0, ("-1",), (-1, False)),
+    "eplb": ("table.json", "table.json", ("a\0b",), ("", "a\0b", 5)),
 }
 
 OWNER = {item.name: cls for cls in (LoadConfig, ParallelConfig) for item in declared(cls)}
@@ -109,10 +110,10 @@ def test_any_quantization_is_refused(method: str) -> None:
 
 
 def test_ranks_must_lie_below_their_sizes() -> None:
-    """A rank out of range, and expert parallelism, which is not there yet, are refused together."""
+    """Ranks out of range are refused together."""
     assert ParallelConfig(tp_size=4, tp_rank=3).tp_rank == 3
     codes = [p.code for p in refusal(lambda: ParallelConfig(tp_size=4, tp_rank=4, ep_size=2, ep_rank=2)).problems]
-    assert codes == ["CONTRADICTION", "CONTRADICTION", "NOT_SUPPORTED"]
+    assert codes == ["CONTRADICTION", "CONTRADICTION"]
 
 
 @pytest.mark.parametrize("cls", [LoadConfig, ParallelConfig])
