@@ -128,6 +128,49 @@ def test_no_rank_means_no_latent_of_queries(value: Any, tmp_path: Path) -> None:
         assert distance(load_model(tmp_path, device="cpu").model(ids), reference(ids).logits) < 1e-4
 
 
+@pytest.mark.parametrize("variant", ["v2", "v3", "kimi-linear-groups"])
+def test_latents_have_an_epsilon_of_their_own(variant: str, tmp_path: Path) -> None:
+    """Latents so small that the epsilon of their norms decides: it is not ``rms_norm_eps``."""
+    reference = save(variant, tmp_path)
+    tensors = stored(tmp_path)
+    for name in tensors:
+        if ".q_a_proj." in name or ".kv_a_proj_with_mqa." in name:
+            tensors[name] *= 1e-3
+    restore(tmp_path, tensors, rms_norm_eps=1e-3)
+    reference = type(reference).from_pretrained(tmp_path).eval()
+    ids = token_ids()
+    with torch.inference_mode():
+        assert distance(load_model(tmp_path, device="cpu").model(ids), reference(ids).logits) < 1e-4
+
+
+def test_kimi_linear_as_published(tmp_path: Path) -> None:
+    """The published config.json, which counts layers from 1 and holds delta attention's sizes in an object of its own, is the
+    same model as the one that transformers writes; transformers agrees."""
+    reference = save("kimi-linear", tmp_path)
+    ids = token_ids()
+    with torch.inference_mode():
+        before = load_model(tmp_path, device="cpu").model(ids)
+    kda = {"kda_layers": [1, 3], "full_attn_layers": [2], "num_heads": 4, "head_dim": 12, "short_conv_kernel_size": 4}
+    absent = dict.fromkeys(("layer_types", "mlp_layer_types", "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"), ...)
+    restore(
+        tmp_path,
+        stored(tmp_path),
+        **absent,
+        linear_attn_config=kda,
+        first_k_dense_replace=1,
+        moe_layer_freq=1,
+        mla_use_nope=True,
+        moe_router_activation_func="sigmoid",
+        use_grouped_topk=True,
+        num_nextn_predict_layers=0,
+    )
+    reference = type(reference).from_pretrained(tmp_path).eval()
+    with torch.inference_mode():
+        after = load_model(tmp_path, device="cpu").model(ids)
+        assert torch.equal(after, before)
+        assert distance(after, reference(ids).logits) < 1e-4
+
+
 def test_dense_layers_by_frequency(tmp_path: Path) -> None:
     """``moe_layer_freq`` makes dense those layers whose number it does not divide, as the published code does."""
     from rtp_llm.models.deepseek_v3.config import parse_config
@@ -179,6 +222,10 @@ def test_defaults_are_those_of_transformers(architecture: str) -> None:
         assert moe.layers == tuple(i for i, kind in enumerate(theirs.mlp_layer_types) if kind == "sparse")
     else:
         assert moe.layers == tuple(range(theirs.first_k_dense_replace, theirs.num_hidden_layers))
+    if architecture == "KimiLinearForCausalLM":
+        assert config.linear == {i for i, kind in enumerate(theirs.layer_types) if kind == "linear_attention"}
+        ours_kda = (config.kda.heads, config.kda.head_dim, config.kda.kernel)
+        assert ours_kda == (theirs.linear_num_heads, theirs.linear_head_dim, theirs.linear_conv_kernel_dim)
 
 
 BAD = [
