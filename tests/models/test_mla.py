@@ -58,9 +58,7 @@ def test_the_spelling_of_memory_is_the_same_model(variant: str, tmp_path: Path) 
     saved, held = tmp_path / "saved", tmp_path / "held"
     save_as_held(save(variant, saved), saved, held)
     assert stored(saved).keys() != stored(held).keys()
-    ids = token_ids()
-    with torch.inference_mode():
-        assert torch.equal(load_model(saved, device="cpu").model(ids), load_model(held, device="cpu").model(ids))
+    assert torch.equal(run(saved), run(held))
 
 
 @pytest.mark.parametrize("variant", ONE_EACH)
@@ -82,9 +80,7 @@ def test_layers_for_multi_token_prediction_are_skipped_by_name(family: str, tmp_
     """All of layer ``num_hidden_layers``, its experts and its copies of embedding and head included, is in the plan with a
     reason, and changes nothing."""
     save(family, tmp_path)
-    ids = token_ids()
-    with torch.inference_mode():
-        before = load_model(tmp_path, device="cpu").model(ids)
+    before = run(tmp_path)
     tensors, added = with_mtp(stored(tmp_path), last=3)
     restore(tmp_path, tensors)
     loaded = load_model(tmp_path, device="cpu")
@@ -92,7 +88,15 @@ def test_layers_for_multi_token_prediction_are_skipped_by_name(family: str, tmp_
     assert any(".experts." in name for name in added) and any("embed_tokens" in name for name in added)
     assert all("multi-token prediction" in skip.reason for skip in loaded.plan.skipped)
     with torch.inference_mode():
-        assert torch.equal(loaded.model(ids), before)
+        assert torch.equal(loaded.model(token_ids()), before)
+
+
+def run(folder: Path) -> torch.Tensor:
+    """The logits of a checkpoint, on one rank."""
+    model = load_model(folder, device="cpu").model
+    with torch.inference_mode():
+        logits: torch.Tensor = model(token_ids())
+    return logits
 
 
 def with_mtp(tensors: dict[str, torch.Tensor], last: int) -> tuple[dict[str, torch.Tensor], set[str]]:
@@ -123,9 +127,9 @@ def test_no_rank_means_no_latent_of_queries(value: Any, tmp_path: Path) -> None:
     """``q_lora_rank`` that is null and one that is absent are the same."""
     reference = save("v3-no-latent", tmp_path)
     restore(tmp_path, stored(tmp_path), q_lora_rank=value)
-    ids = token_ids()
     with torch.inference_mode():
-        assert distance(load_model(tmp_path, device="cpu").model(ids), reference(ids).logits) < 1e-4
+        wanted = reference(token_ids()).logits
+    assert distance(run(tmp_path), wanted) < 1e-4
 
 
 @pytest.mark.parametrize("variant", ["v2", "v3", "kimi-linear-groups"])
@@ -138,18 +142,16 @@ def test_latents_have_an_epsilon_of_their_own(variant: str, tmp_path: Path) -> N
             tensors[name] *= 1e-3
     restore(tmp_path, tensors, rms_norm_eps=1e-3)
     reference = type(reference).from_pretrained(tmp_path).eval()
-    ids = token_ids()
     with torch.inference_mode():
-        assert distance(load_model(tmp_path, device="cpu").model(ids), reference(ids).logits) < 1e-4
+        wanted = reference(token_ids()).logits
+    assert distance(run(tmp_path), wanted) < 1e-4
 
 
 def test_kimi_linear_as_published(tmp_path: Path) -> None:
     """The published config.json, which counts layers from 1 and holds delta attention's sizes in an object of its own, is the
     same model as the one that transformers writes; transformers agrees."""
     reference = save("kimi-linear", tmp_path)
-    ids = token_ids()
-    with torch.inference_mode():
-        before = load_model(tmp_path, device="cpu").model(ids)
+    before = run(tmp_path)
     kda = {"kda_layers": [1, 3], "full_attn_layers": [2], "num_heads": 4, "head_dim": 12, "short_conv_kernel_size": 4}
     absent = dict.fromkeys(("layer_types", "mlp_layer_types", "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"), ...)
     restore(
@@ -166,9 +168,9 @@ def test_kimi_linear_as_published(tmp_path: Path) -> None:
     )
     reference = type(reference).from_pretrained(tmp_path).eval()
     with torch.inference_mode():
-        after = load_model(tmp_path, device="cpu").model(ids)
-        assert torch.equal(after, before)
-        assert distance(after, reference(ids).logits) < 1e-4
+        wanted = reference(token_ids()).logits
+    assert torch.equal(run(tmp_path), before)
+    assert distance(before, wanted) < 1e-4
 
 
 def test_dense_layers_by_frequency(tmp_path: Path) -> None:
