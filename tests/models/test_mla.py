@@ -13,6 +13,7 @@ from safetensors import safe_open
 from rtp_llm import RtpLlmError, build_plan, load_model
 from rtp_llm.loader.export import export_checkpoint
 from rtp_llm.models.registry import resolve
+from rtp_llm.parallel.groups import Groups
 from tests.models.decoders import reference_steps
 from tests.models.latents import VARIANTS, restore, save, save_as_held, stored
 from tests.models.reference import closeness, distance, token_ids
@@ -228,6 +229,55 @@ def test_defaults_are_those_of_transformers(architecture: str) -> None:
         assert config.linear == {i for i, kind in enumerate(theirs.layer_types) if kind == "linear_attention"}
         ours_kda = (config.kda.heads, config.kda.head_dim, config.kda.kernel)
         assert ours_kda == (theirs.linear_num_heads, theirs.linear_head_dim, theirs.linear_conv_kernel_dim)
+
+
+#: The architecture, what config.json of the published model says where it is not the default, and the number of parameters.
+SIZES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "DeepSeek-V2-Lite": (
+        "DeepseekV2ForCausalLM",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "num_experts_per_tok": 6,
+        },
+        15_706_484_224,
+    ),
+    "DeepSeek-V2": (
+        "DeepseekV2ForCausalLM",
+        {
+            "hidden_size": 5120,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 128,
+            "q_lora_rank": 1536,
+            "n_routed_experts": 160,
+            "first_k_dense_replace": 1,
+            "num_experts_per_tok": 6,
+        },
+        235_741_434_880,
+    ),
+    "DeepSeek-V3": ("DeepseekV3ForCausalLM", {"q_lora_rank": 1536}, 671_026_419_200),
+    "Kimi-Linear-48B-A3B": (
+        "KimiLinearForCausalLM",
+        {"linear_attn_config": {"full_attn_layers": [*range(4, 25, 4), 27], "kda_layers": [i for i in range(1, 27) if i % 4]}},
+        49_122_681_728,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_published_models_have_their_published_size(name: str) -> None:
+    """At full size, to the last parameter (without the layer for multi-token prediction)."""
+    architecture, raw, parameters = SIZES[name]
+    implementation = resolve([architecture]).load()
+    model = implementation.build(implementation.parse_config(raw, ()), Groups(), torch.bfloat16)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
 BAD = [
