@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from rtp_llm.plan.boxes import Box, view
-from rtp_llm.transport.scratch.blocks import MAX_GAP, MAX_RUNS, blocks
+from rtp_llm.transport.scratch.blocks import MAX_GAP, MAX_RUNS, Block, Comb, work_of
 from tests.transport.test_scratch import Collect, deliver, plan_for
 
 MIB = 1 << 20
@@ -94,11 +94,16 @@ def test_calls_that_the_kernel_cuts_short(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(torch.equal(sink.memory[name], view(t, boxes[name]) if boxes[name] else t) for name, t in tensors.items())
 
 
-def test_blocks_fit_the_staging_buffer(tmp_path: Path) -> None:
-    """However many parts a block has, padded for alignment it needs no more than the buffer."""
-    tensors = {f"t{i:03}": torch.zeros(1 + i % 50) for i in range(300)}
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("most", [256, 1000, 100_000])
+def test_work_fits_the_staging_buffer(tmp_path: Path, direct: bool, most: int) -> None:
+    """Whatever its kind, a piece of work needs no more than the buffer (padding for alignment included), and together the
+    pieces are what the plan reads."""
+    tensors = {f"t{i:03}": torch.zeros(1 + i % 50) for i in range(300)} | {"big": torch.zeros(40, 30), "columns": torch.zeros(40, 30)}
     save_file(tensors, tmp_path / "model.safetensors")
-    plan = plan_for(tmp_path, whole(tensors))
-    found = list(blocks(plan, 1000))
-    assert all(block.staged <= 1000 for block in found)
-    assert sum(block.nbytes for block in found) == plan.bytes_read
+    plan = plan_for(tmp_path, whole(tensors) | {"columns": ((0, 40), (3, 13))})
+    found = list(work_of(plan, Collect(plan, direct).direct, most))
+    assert all((piece.staged if isinstance(piece, Block) else piece.nbytes) <= most for piece in found)
+    assert sum(piece.nbytes for piece in found) == plan.bytes_read
+    kinds = {type(piece) for piece in found}
+    assert Block in kinds and (Comb in kinds) == direct
