@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rtp_llm import ParallelConfig, export_checkpoint, load_model
+from rtp_llm import LoadConfig, ParallelConfig, export_checkpoint, load_model
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ def logits(
     return results
 
 
-def counted(jobs: list[tuple[str, Shape]]) -> list[tuple[int, int]]:
+def counted(jobs: list[tuple[str, Shape]], read_gap_kib: int) -> list[tuple[int, int]]:
     """For each checkpoint and shape the bytes that a load planned to read, and those that the system was asked for."""
     results = []
     for folder, shape in jobs:
         with Reads() as reads:
-            loaded = load_model(folder, device="cpu", parallel=shape.place())
+            loaded = load_model(folder, device="cpu", parallel=shape.place(), load=LoadConfig(read_gap_kib=read_gap_kib))
         results.append((loaded.plan.bytes_read, reads.nbytes))
     return results
 

@@ -82,12 +82,10 @@ def test_a_rank_reads_the_bytes_of_its_experts(ranks: int, published: bool, tmp_
         assert plan.bytes_resident == plan.bytes_read
 
 
-def test_processes_read_the_bytes_of_their_experts(tmp_path: Path) -> None:
-    """Counted at the system call, in four real processes: what a rank reads is what it planned, within 1.02, over EP; with TP
-    inside, at most the share of its group, since the columns between those of a rank may be read past.
-
-    A matrix of an expert is larger than the gaps that the reader reads past (128 KiB).
-    """
+@pytest.mark.parametrize("read_gap_kib", [0, 128])
+def test_processes_read_the_bytes_of_their_experts(tmp_path: Path, read_gap_kib: int) -> None:
+    """Counted at the system call, in four real processes: what a rank reads is what it planned, within 1.02: over EP always;
+    with TP inside an expert where gaps are not read past, and else no more than its group's experts."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 160, "num_experts": 8, "num_hidden_layers": 2}
     jobs = []
     for published in (True, False):
@@ -95,15 +93,15 @@ def test_processes_read_the_bytes_of_their_experts(tmp_path: Path) -> None:
         make("qwen3_moe", folder, published=published, **sizes)
         (tmp_path / "eplb.json").write_text('{"phy2log": [7, 1, 2, 2, 3, 4, 5, 6, 0, 3, 1, 0]}')
         jobs += [(str(folder), shape) for shape in (Shape(1, 4), Shape(2, 2), Shape(1, 4, str(tmp_path / "eplb.json")))]
-    results = run_ranks(4, counted, jobs, timeout=120)
+    results = run_ranks(4, counted, jobs, read_gap_kib, timeout=120)
     for (folder, shape), *ranks in zip(jobs, *(result.value for result in results), strict=True):
         tensors = read_catalog(folder).tensors
         experts = sum(t.nbytes for t in tensors if is_expert(t))
         rest = sum(t.nbytes for t in tensors if not is_expert(t))
         assert experts > 4 * rest
         for planned, read in ranks:
-            assert planned <= read, (folder, shape)
-            assert read <= 1.02 * (planned if shape.tp_size == 1 else rest + experts // shape.ep_size), (folder, shape)
+            exact = shape.tp_size == 1 or not read_gap_kib
+            assert planned <= read <= 1.02 * (planned if exact else rest + experts // shape.ep_size), (folder, shape)
 
 
 def test_copies_are_read_once(tmp_path: Path) -> None:

@@ -68,9 +68,15 @@ def plan_for(directory: Path, boxes: dict[str, Box], ops: tuple[Op, ...] = ()) -
 
 
 def deliver(
-    plan: LoadPlan, directory: Path, sink: Collect, buffer_bytes: int, threads: int = 3, check: Callable[[], None] = lambda: None
+    plan: LoadPlan,
+    directory: Path,
+    sink: Collect,
+    buffer_bytes: int,
+    threads: int = 3,
+    check: Callable[[], None] = lambda: None,
+    most_gap: int = 1 << 17,
 ) -> Moved:
-    return ScratchTransport(str(directory), torch.device("cpu"), threads, buffer_bytes).deliver(plan, sink, Quiet(), check)
+    return ScratchTransport(str(directory), torch.device("cpu"), threads, buffer_bytes, most_gap).deliver(plan, sink, Quiet(), check)
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -20,9 +20,9 @@ from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.plan.ranges import Runs, byte_runs
 
-#: Unwanted bytes that are read rather than skipped.  The kernel's default read-ahead window is 128 KiB, so a gap of that
-#: size is fetched from storage anyway; in the page cache, reading past it costs less than a second call.
-MAX_GAP = 128 * 1024
+#: Unwanted bytes between tensors that may be read with them, as a part of the wanted ones: a rank that reads its experts
+#: reads no more than this of the others'.
+MAX_OVERREAD = 0.02
 #: Linux takes at most 1,024 buffers in one call (UIO_MAXIOV); between two wanted ones lies a scrap buffer.
 MAX_RUNS = 512
 #: Parts begin at multiples of this in a staging buffer, so that they can be viewed in any dtype.
@@ -112,12 +112,14 @@ def extent_of(part: Delivery) -> Extent:
     return Extent(part, tensor.start, byte_runs(tensor.shape, part.raw_box, DTYPES[tensor.dtype].bits))
 
 
-def work_of(plan: LoadPlan, direct: Callable[[Delivery], torch.Tensor | None], most_bytes: int) -> Iterator[Stretch | Comb | Block]:
+def work_of(
+    plan: LoadPlan, direct: Callable[[Delivery], torch.Tensor | None], most_bytes: int, most_gap: int
+) -> Iterator[Stretch | Comb | Block]:
     """A plan's deliveries as work that needs at most ``most_bytes`` of staging (a delivery that cannot be divided may
     need more), in file order.
 
     ``direct`` is the sink's: deliveries with a flat place become stretches and combs; those without, and small ones,
-    become blocks.
+    become blocks.  ``most_gap`` is how many unwanted bytes between the rows of a matrix are read rather than skipped.
     """
     room = max(ALIGNMENT, most_bytes // ALIGNMENT * ALIGNMENT)
     pending: list[tuple[Extent, torch.Tensor | None]] = []
@@ -127,9 +129,9 @@ def work_of(plan: LoadPlan, direct: Callable[[Delivery], torch.Tensor | None], m
         if not extent.nbytes:
             continue  # the box of a rank whose share is empty, or an empty tensor: nothing to read or to write
         whole = (extent,) if extent.nbytes <= room or place is not None else tuple(map(extent_of, delivery.parts(room)))
-        stream = None if place is None else _streamed(extent, place, room)
+        stream = None if place is None else _streamed(extent, place, room, most_gap)
         for item in () if stream else whole:
-            if pending and not (staged + item.staged <= room and _joins(pending[-1][0], item, len(pending))):
+            if pending and not (staged + item.staged <= room and _joins(pending, item)):
                 yield _block(pending)
                 pending, staged = [], 0
             pending.append((item, place))
@@ -147,19 +149,22 @@ def _block(pending: list[tuple[Extent, torch.Tensor | None]]) -> Block:
     return Block(tuple(e for e, _ in pending), tuple(p for _, p in pending))
 
 
-def _joins(last: Extent, extent: Extent, count: int) -> bool:
-    """Whether an extent can be read by the same call as the ``count`` before it, of which ``last`` is the last."""
+def _joins(pending: list[tuple[Extent, torch.Tensor | None]], extent: Extent) -> bool:
+    """Whether an extent can be read by the same call as those before it."""
+    first, last = pending[0][0], pending[-1][0]
+    wanted = sum(e.nbytes for e, _ in pending) + extent.nbytes
     return (
-        count < MAX_RUNS
+        len(pending) < MAX_RUNS
         and last.part.tensor.file == extent.part.tensor.file
-        and 0 <= extent.first - last.stop <= MAX_GAP
+        and extent.first >= last.stop
+        and extent.stop - first.first - wanted <= MAX_OVERREAD * wanted
         and len(last.runs.offsets) == len(extent.runs.offsets) == 1
         and last.part.divisible
         and extent.part.divisible
     )
 
 
-def _streamed(extent: Extent, place: torch.Tensor, most_bytes: int) -> list[Stretch | Comb] | None:
+def _streamed(extent: Extent, place: torch.Tensor, most_bytes: int, most_gap: int) -> list[Stretch | Comb] | None:
     """A delivery with a flat place as stretches or combs of at most ``most_bytes``; None for one that is better read in a
     block: a small one, with its neighbours, or one whose runs are not evenly spaced."""
     offsets, length, tensor = extent.runs.offsets, extent.runs.length, extent.part.tensor
@@ -174,7 +179,7 @@ def _streamed(extent: Extent, place: torch.Tensor, most_bytes: int) -> list[Stre
     even = offsets[-1] - offsets[0] == stride * (len(offsets) - 1) and all(
         b - a == stride for a, b in zip(offsets, offsets[1:], strict=False)
     )
-    if not even or length > most_bytes or not 0 <= stride - length <= MAX_GAP:
+    if not even or length > most_bytes or not 0 <= stride - length <= most_gap:
         return None
     rows = max(1, min(most_bytes // length, len(offsets)))
     return [

@@ -19,7 +19,7 @@ from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.plan.boxes import extent, view
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.transport.interface import Moved, Progress, Sink
-from rtp_llm.transport.scratch.blocks import MAX_GAP, MAX_RUNS, Block, Comb, Extent, Stretch, work_of
+from rtp_llm.transport.scratch.blocks import MAX_OVERREAD, MAX_RUNS, Block, Comb, Extent, Stretch, work_of
 from rtp_llm.transport.scratch.files import Files
 from rtp_llm.transport.scratch.staging import Staging
 
@@ -29,19 +29,23 @@ _ONE_TRANSFER = 4
 
 
 class ScratchTransport:
-    """``deliver`` by ``threads`` reader threads with staging buffers of ``buffer_bytes`` each."""
+    """``deliver`` by ``threads`` reader threads with staging buffers of ``buffer_bytes`` each.
+
+    ``most_gap``: unwanted bytes between two wanted runs of a matrix that are read rather than skipped.
+    """
 
     name = "scratch"
 
-    def __init__(self, directory: str, device: torch.device, threads: int, buffer_bytes: int) -> None:
+    def __init__(self, directory: str, device: torch.device, threads: int, buffer_bytes: int, most_gap: int) -> None:
         self._directory, self._device = directory, device
-        self._threads, self._buffer_bytes = threads, buffer_bytes
+        self._threads, self._buffer_bytes, self._most_gap = threads, buffer_bytes, most_gap
 
     def deliver(self, plan: LoadPlan, sink: Sink, progress: Progress, check: Callable[[], None]) -> Moved:
-        work = _Work(work_of(plan, sink.direct, self._buffer_bytes))
+        work = _Work(work_of(plan, sink.direct, self._buffer_bytes, self._most_gap))
         with Files(self._directory, plan.files) as files, ThreadPoolExecutor(self._threads, "rtp_llm-read") as pool:
             readers = [
-                pool.submit(_Reader(files, sink, progress, self._device, self._buffer_bytes).run, work, check) for _ in range(self._threads)
+                pool.submit(_Reader(files, sink, progress, self._device, self._buffer_bytes, self._most_gap).run, work, check)
+                for _ in range(self._threads)
             ]
             _finish(readers, work)
         moved = [reader.result() for reader in readers]
@@ -93,11 +97,12 @@ class _Work:
 class _Reader:
     """One thread's loop."""
 
-    def __init__(self, files: Files, sink: Sink, progress: Progress, device: torch.device, buffer_bytes: int) -> None:
+    def __init__(self, files: Files, sink: Sink, progress: Progress, device: torch.device, buffer_bytes: int, most_gap: int) -> None:
         self._files, self._sink, self._progress = files, sink, progress
         self._device, self._buffer_bytes = device, buffer_bytes
         self._on_host = device.type == "cpu"
-        self._scrap = memoryview(bytearray(MAX_GAP))
+        self._most_gap = most_gap
+        self._scrap = memoryview(bytearray(max(most_gap, int(MAX_OVERREAD * buffer_bytes))))
         self._overread = self._copied = 0
 
     def run(self, work: _Work, check: Callable[[], None]) -> Moved:
@@ -176,7 +181,7 @@ class _Reader:
     def _read_runs(self, item: Extent, place: memoryview) -> None:
         """Reads one part: in one call if it is one run, else a call for each group of runs with what lies between."""
         offsets, length, tensor = item.runs.offsets, item.runs.length, item.part.tensor
-        for first, last in _groups(offsets, length):
+        for first, last in _groups(offsets, length, self._most_gap):
             buffers = [place[first * length : (first + 1) * length]]
             for run in range(first + 1, last):
                 gap = offsets[run] - offsets[run - 1] - length
@@ -187,11 +192,11 @@ class _Reader:
             self._files.scatter(tensor, item.start + offsets[first], buffers, offsets[last - 1] + length - offsets[first])
 
 
-def _groups(offsets: Sequence[int], length: int) -> Iterator[tuple[int, int]]:
+def _groups(offsets: Sequence[int], length: int, most_gap: int) -> Iterator[tuple[int, int]]:
     """Runs that one call reads, as (first, behind the last): until a gap too wide to be read, or too many buffers."""
     first = 0
     for run in range(1, len(offsets)):
-        if run - first == MAX_RUNS or not 0 <= offsets[run] - offsets[run - 1] - length <= MAX_GAP:
+        if run - first == MAX_RUNS or not 0 <= offsets[run] - offsets[run - 1] - length <= most_gap:
             yield first, run
             first = run
     yield first, len(offsets)

@@ -51,7 +51,7 @@ class Staging:
         self._current = torch.cuda.stream(self._stream)  # does nothing for None
 
     def __enter__(self) -> Staging:
-        self._current.__enter__()
+        self._current.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
