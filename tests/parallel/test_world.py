@@ -73,6 +73,14 @@ def test_one_of_four_dies(checkpoint: str, tmp_path: Path, way: str, reason: str
     assert isinstance(caught.value, RanksTimedOut) == (way == "frozen")
 
 
+def test_a_rank_that_dies_during_a_forward_pass(checkpoint: str) -> None:
+    """The others' collective ends with the group's error, not with one that looks like a defect."""
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(2, workers.answer_while_one_dies, checkpoint, timeout=40)
+    survivor = caught.value.results[0]
+    assert survivor.returncode == 2 and "RANK_LOST" in survivor.stderr, str(survivor)
+
+
 def test_launcher_variables_that_are_not_numbers() -> None:
     """A broken environment is named before any process waits for another."""
     with pytest.raises(ConfigError, match="WORLD_SIZE is not a number"):
