@@ -52,6 +52,12 @@ METHODS: tuple[Method, ...] = (
     *(Method(name, f"FP8 a {name.rpartition('-')[2]}, while loading", _ANY, cuda=_SCALED_MM, export=False) for name in GRIDS),
 )
 
+#: Methods that are known and refused, each with what to do.
+_REFUSED: Mapping[str, str] = {
+    "mxfp4": "this is gpt-oss's own layout, and no family here is gpt-oss; MXFP4 of compressed-tensors is supported",
+    "bitsandbytes": "its tensors hold tables of their own for each block; take the model's FP8, GPTQ or AWQ checkpoint",
+}
+
 BY_NAME: Mapping[str, Method] = {method.name: method for method in METHODS}
 
 
@@ -149,7 +155,9 @@ def _parse(fields: Fields) -> Declared:
     method = BY_NAME.get(name) if isinstance(name, str) else None
     if method is None or method.parse is None:
         known = sorted(m.name for m in METHODS if m.parse is not None)
-        fields.fail("quant_method", f"one of {', '.join(known)}", QuantFault.UNKNOWN_METHOD, "use another checkpoint of this model")
+        fix = _REFUSED.get(name) if isinstance(name, str) else None
+        fault = QuantFault.UNKNOWN_METHOD if fix is None else QuantFault.UNSUPPORTED_SCHEME
+        fields.fail("quant_method", f"one of {', '.join(known)}", fault, fix or "use another checkpoint of this model")
         fields.finish()
         raise AssertionError("unreachable: a problem was noted")
     return method.parse(fields)
