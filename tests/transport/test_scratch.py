@@ -218,7 +218,7 @@ def test_one_tensor_at_a_time_is_held_whole(tmp_path: Path) -> None:
     """Tensors that cannot be read in parts are larger than the buffers: threads hold one between them, as the plan counts."""
     tensors = {f"t{i}": torch.randn(64, 64) for i in range(8)}
     save_file(tensors, tmp_path / "model.safetensors")
-    plan = plan_for(tmp_path, {name: ((0, 64), (0, 64)) for name in tensors}, (Deinterleave(2),))
+    plan = plan_for(tmp_path, dict.fromkeys(tensors, ((0, 64), (0, 64))), (Deinterleave(2),))
     holding, most = [], []
 
     class Slow(Collect):
