@@ -114,7 +114,12 @@ def _ours(job: Job, method: str) -> Outcome:
     if report.effective_mode != method:
         raise Unavailable(f"falls back to {report.effective_mode}: {report.degraded_reason}")
     threads = readers(load, job.device.type) if method == "scratch" else load.reader_threads or None
-    facts = {"phases": dict(report.phases), "slow_path_weights": report.slow_path_weights, "bytes_copied": report.bytes_copied}
+    facts = {
+        "phases": dict(report.phases),
+        "slow_path_weights": report.slow_path_weights,
+        "bytes_copied": report.bytes_copied,
+        "bytes_staging": loaded.plan.bytes_staging,
+    }
     return Outcome(loaded, lambda plan: of_model(loaded.model, plan), report.bytes_read, threads, loaded.plan, facts)
 
 

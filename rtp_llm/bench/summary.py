@@ -42,8 +42,17 @@ class Entry:
 
 
 def document(
-    request: Request, entries: list[Entry], limits: dict[str, list[dict[str, Any]]], states: tuple[str, ...], cold: Eviction | None
+    request: Request,
+    entries: list[Entry],
+    limits: dict[str, list[dict[str, Any]]],
+    states: tuple[str, ...],
+    cold: Eviction | None,
+    busy: float,
 ) -> dict[str, Any]:
+    """The document of ``rtp-llm bench --json``, whose fields ``docs/json.md`` lists.
+
+    ``limits`` has a list of measurements for each name; ``busy`` is the load average before the first run.
+    """
     measured = {name: _limit(found) for name, found in limits.items()}
     reached = {state: reachable(measured, state, request.device_type) for state in states}
     reference = next((e for e in entries if e.sums and not e.contender.ours), next((e for e in entries if e.sums), None))
@@ -62,7 +71,7 @@ def document(
         "ep_rank": request.parallel.ep_rank,
         "runs": request.runs,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(every) | {"file_system": where.kind if where else None},
+        "machine": machine(every) | {"file_system": where.kind if where else None, "load_average": busy},
         "cache": {
             "states": list(states),
             "cold": None if cold is None else {"possible": COLD in states, "how": cold.how, "reason": cold.reason},

@@ -123,7 +123,7 @@ def test_other_values_are_a_problem_that_names_tensors(checkpoint: Path) -> None
     """A loader whose bits differ from the peer's is named with tensor, expected and actual sum; so is one that varies."""
     ours = Entry(BY_NAME["rtp-llm"], None, {WARM: [line("aa"), line("bb")]}, sums={"x": 1, "y": 2})
     theirs = Entry(BY_NAME["safetensors"], None, {WARM: [line("cc")]}, sums={"x": 1, "y": 3})
-    found = document(asked(checkpoint), [ours, theirs], {}, (WARM,), None)
+    found = document(asked(checkpoint), [ours, theirs], {}, (WARM,), None, 0.0)
     first, second = found["problems"]
     assert first["fault"] == second["fault"] == "VALUES_DIFFER"
     assert {first["tensor"], second["tensor"]} == {"y", None}
@@ -134,7 +134,7 @@ def test_other_values_are_a_problem_that_names_tensors(checkpoint: Path) -> None
 def test_a_warm_run_on_files_that_are_not_cached_is_a_problem(checkpoint: Path) -> None:
     """Too little memory for the page cache would make every warm number a lie."""
     entry = Entry(BY_NAME["rtp-llm"], None, {WARM: [line("aa", cached=0.5)]}, sums={"x": 1})
-    (problem,) = document(asked(checkpoint), [entry], {}, (WARM,), None)["problems"]
+    (problem,) = document(asked(checkpoint), [entry], {}, (WARM,), None, 0.0)["problems"]
     assert problem["fault"] == "NOT_WARM" and problem["actual"] == "50%"
 
 
