@@ -8,6 +8,7 @@ themselves, before the clock runs (``modules``), and return tensors that stay va
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -204,13 +205,14 @@ def _fastsafetensors_tuned(job: Job) -> Outcome:
 
     tensors = _allocated(job)
     largest = max((t.nbytes for t in job.catalog.tensors), default=0)
+    threads = len(os.sched_getaffinity(0)) if job.cpu else _TUNED_THREADS
     loader = ParallelLoader(
         None,
         job.files,
         use_tqdm_on_load=False,
         device=str(job.device),
         bbuf_size_kb=_BOUNCE_KIB,
-        max_threads=_TUNED_THREADS,
+        max_threads=threads,
         nogds=True,
         max_batch_bytes=max(_CHUNK_BYTES, largest),
         accumulate_resident=False,
@@ -221,7 +223,7 @@ def _fastsafetensors_tuned(job: Job) -> Outcome:
             tensors[name].copy_(tensor, non_blocking=True)
             if not job.cpu:
                 torch.cuda.current_stream().synchronize()  # a borrowed tensor ends with the step
-    return _by_name(job, tensors, _TUNED_THREADS)
+    return _by_name(job, tensors, threads)
 
 
 def _runai(job: Job) -> Outcome:
