@@ -1,0 +1,145 @@
+"""One pip hub a platform and one for the tools, from the locks; packages are fetched one by one, when built.
+
+For Bazel 4 (WORKSPACE); under MODULE.bazel rules_python's pip.parse makes hubs of the same names. Reading all locks
+costs no network: @pip_locks//:install.bzl declares the hubs, each hub aliases its packages, and each package is a
+repository of its own that runs pip only when a target of the build needs it.
+"""
+
+load("//arch_config:platforms.bzl", "PLATFORMS")
+load("//bazel/compat:local_python.bzl", "local_interpreter")
+load(":lock.bzl", "index_form", "parse_lock")
+
+# Tests and tools run on the machine that builds, with the Python of lane cpu.
+HOST_PYTHON = PLATFORMS["cpu"]["python"]
+
+def _pip_platforms(cpu):
+    # pip takes --platform literally: manylinux_2_28 does not include the older ones. Ours is 2_28, the newest that
+    # wheel_tag names; 2_17 (x86: 2_5) is the oldest that exists for the CPU.
+    oldest = 5 if cpu == "x86_64" else 17
+    tags = ["manylinux_2_{}_{}".format(28 - i, cpu) for i in range(28 - oldest + 1)]
+    tags.append("manylinux2014_" + cpu)
+    if cpu == "x86_64":
+        tags += ["manylinux2010_x86_64", "manylinux1_x86_64"]
+    return tags
+
+def hubs():
+    """Every hub: name -> struct(lock, python, pip_platforms). An empty pip_platforms means the host's own."""
+    found = {
+        "pip_" + p: struct(
+            lock = "//deps:requirements_lock_{}.txt".format(p),
+            python = PLATFORMS[p]["python"],
+            pip_platforms = _pip_platforms(PLATFORMS[p]["cpu"]),
+        )
+        for p in sorted(PLATFORMS.keys())
+    }
+    found["pip_tools"] = struct(lock = "//deps:requirements_lock_tools.txt", python = HOST_PYTHON, pip_platforms = [])
+    return found
+
+def _locks_impl(rctx):
+    lines = [
+        'load("@{}//bazel/pip:hubs.bzl", "pip_hub", "pip_package")'.format(rctx.attr.workspace),
+        "",
+        "def install_pip_hubs():",
+        '    """Declares every hub and every package of every lock; fetches nothing."""',
+    ]
+    for lock, hub in rctx.attr.locks.items():
+        facts = hubs()[hub]
+        packages = parse_lock(rctx.read(lock), str(lock))
+        lines.append("    pip_hub(name = %r, packages = %r)" % (hub, [p.name for p in packages]))
+        for package in packages:
+            lines.append("    pip_package(name = %r, requirement = %r, python = %r, pip_platforms = %r)" % (
+                "{}_{}".format(hub, package.name),
+                package.requirement,
+                facts.python,
+                facts.pip_platforms,
+            ))
+    rctx.file("BUILD.bazel", "")
+    rctx.file("install.bzl", "\n".join(lines) + "\n")
+
+_pip_locks = repository_rule(
+    implementation = _locks_impl,
+    attrs = {
+        "locks": attr.label_keyed_string_dict(allow_files = True, mandatory = True),
+        "workspace": attr.string(mandatory = True),
+    },
+)
+
+def pip_locks(name, workspace):
+    """Declares @<name>//:install.bzl, which knows every package of every lock."""
+    _pip_locks(name = name, locks = {facts.lock: hub for hub, facts in hubs().items()}, workspace = workspace)
+
+def _hub_impl(rctx):
+    for package in rctx.attr.packages:
+        rctx.file(package + "/BUILD.bazel", """package(default_visibility = ["//visibility:public"])
+
+alias(
+    name = "{package}",
+    actual = "@{hub}_{package}//:pkg",
+)
+""".format(package = package, hub = rctx.name))
+    rctx.file("BUILD.bazel", "")
+
+pip_hub = repository_rule(
+    implementation = _hub_impl,
+    attrs = {"packages": attr.string_list(mandatory = True)},
+)
+
+_PACKAGE_BUILD = """load("@rules_python//python:defs.bzl", "py_library")
+
+package(default_visibility = ["//visibility:public"])
+
+# One folder, not its thousands of files: each would be a symlink in every test's runfiles and sandbox. The folder
+# changes only when its lock line does, which makes a new repository.
+py_library(
+    name = "pkg",
+    data = ["site"],
+    imports = ["site"],
+)
+"""
+
+def _pip_install(rctx, requirement):
+    rctx.file("requirements.txt", requirement + "\n")
+    command = [
+        local_interpreter(rctx, HOST_PYTHON),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--require-hashes",
+        "--only-binary=:all:",
+        "--no-compile",
+        "--target=site",
+        "--requirement=requirements.txt",
+    ]
+    if rctx.attr.pip_platforms:
+        command += ["--implementation=cp", "--python-version=" + rctx.attr.python]
+        command += ["--platform=" + p for p in rctx.attr.pip_platforms]
+    return rctx.execute(command, timeout = 1800, environment = {"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+
+def _package_impl(rctx):
+    # The hash decides which file it is, not where it came from: a file that the lock names by URL is first asked of
+    # whatever pip is set up with (an index, a mirror, a folder of wheels), and of the URL when nobody there has it.
+    forms = [f for f in [index_form(rctx.attr.requirement), rctx.attr.requirement] if f]
+    errors = []
+    for form in forms:
+        result = _pip_install(rctx, form)
+        if result.return_code == 0:
+            break
+        errors.append("{}\n{}".format(form, result.stderr.strip()))
+    if len(errors) == len(forms):
+        fail("pip cannot fetch a package of {}:\n{}".format(rctx.name, "\n".join(errors)))
+
+    # A requirement whose marker does not hold here installs nothing.
+    rctx.execute(["mkdir", "-p", "site"])
+    rctx.file("BUILD.bazel", _PACKAGE_BUILD)
+
+pip_package = repository_rule(
+    implementation = _package_impl,
+    attrs = {
+        "pip_platforms": attr.string_list(mandatory = True),
+        "python": attr.string(mandatory = True),
+        "requirement": attr.string(mandatory = True),
+    },
+    environ = ["RTP_PYTHON"],
+)
