@@ -46,7 +46,7 @@ no_python() {
     if supported "$python"; then
         die "$python lacks the modules venv and ensurepip; on Debian or Ubuntu: sudo apt-get install $(basename "$python")-venv"
     fi
-    die "no Python 3.10 to 3.13 found ($python: $("$python" --version 2>&1 || true)); install one, or name it: make setup PYTHON=/path/to/python3.12"
+    die "no Python 3.10 to 3.13 found ($python: $("$python" --version 2>&1 | head -n 1)); install one, or name it: make setup PYTHON=/path/to/python3.12"
 }
 
 has_gpu() { nvidia-smi -L 2>/dev/null | grep -q GPU; }

@@ -1,1 +1,5 @@
-"""The rtp-llm command."""
+"""The command line; ``main`` is the console script ``rtp-llm``."""
+
+from rtp_llm.cli.app import main
+
+__all__ = ["main"]

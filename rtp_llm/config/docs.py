@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rtp_llm.config.load import LoadConfig
 from rtp_llm.config.parallel import ParallelConfig
-from rtp_llm.config.setting import Setting, declared
+from rtp_llm.config.setting import Setting, declared, spelled
 
 _HEAD = """\
 # Settings
@@ -39,13 +39,7 @@ def _table(title: str, settings: tuple[Setting, ...]) -> Iterator[str]:
     for item in settings:
         flags = ", ".join(f"`{flag}`" for flag in item.flags + item.off)
         allowed = item.kind.allowed.replace("|", r"\|")
-        yield f"| {flags} | `{item.env}` | {_shown(item.default)} | {allowed} | {item.help} |"
-
-
-def _shown(default: object) -> str:
-    if isinstance(default, bool):
-        return "`1`" if default else "`0`"
-    return "none" if default is None else f"`{default}`"
+        yield f"| {flags} | `{item.env}` | `{spelled(item.default)}` | {allowed} | {item.help} |"
 
 
 if __name__ == "__main__":

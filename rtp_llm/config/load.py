@@ -10,8 +10,8 @@ from rtp_llm.config.setting import make, setting, validate
 from rtp_llm.errors import Problem
 
 #: Known, so that nobody takes the refusal for a typing error.
-_FASTSAFETENSORS = "Loading through fastsafetensors is not available yet; use auto or scratch"
-_QUANTIZATION = "Quantisation is not supported yet; leave the setting out. Weights are never loaded as if unquantised"
+_FASTSAFETENSORS = "loading through fastsafetensors is not available yet; use auto or scratch"
+_QUANTIZATION = "quantisation is not supported yet; leave the setting out. Weights are never loaded as if unquantised"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,9 @@ class LoadConfig:
         Device(), "auto", "Where weights go; auto takes CUDA where there is a GPU (one for each local rank), else the CPU."
     )
     dtype: str = setting(
-        Choice(("auto", "float32", "bfloat16", "float16")), "auto", "Type of the weights on the device; auto keeps config.json's."
+        Choice(("auto", "float64", "float32", "bfloat16", "float16")),
+        "auto",
+        "Type of the weights on the device; auto keeps config.json's, else the one most bytes are stored in.",
     )
     quantization: str | None = setting(Nothing(_QUANTIZATION), None, "Quantisation method of the weights.")
     # 256: beyond that, threads only queue at the disk.

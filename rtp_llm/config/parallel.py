@@ -37,7 +37,7 @@ class ParallelConfig:
                 what = f"{kind}_rank is out of range for {kind}_size {size}"
                 yield Problem(ConfigFault.CONTRADICTION, what, expected=f"0 to {size - 1}", actual=str(rank))
         if self.ep_size > 1:
-            fix = "Leave ep_size at 1"
+            fix = "leave ep_size at 1"
             yield Problem(
                 ConfigFault.NOT_SUPPORTED, "expert parallelism is not available yet", expected="1", actual=str(self.ep_size), fix=fix
             )

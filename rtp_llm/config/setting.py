@@ -156,6 +156,15 @@ def make(cls: type[S], flags: Mapping[str, object], environ: Mapping[str, str]) 
     return cls(**{c.setting.name: c.value for c in choose(cls, flags, environ)})
 
 
+def spelled(value: object) -> str:
+    """A value as a flag or a variable spells it; ``none`` where there is none."""
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    if value is None:
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def dump(chosen: Iterable[Chosen]) -> str:
     """One line for the log: every value, with its source unless it is the default."""
-    return " ".join(f"{c.setting.name}={c.value}" + ("" if c.source == "default" else f" ({c.source})") for c in chosen)
+    return " ".join(f"{c.setting.name}={spelled(c.value)}" + ("" if c.source == "default" else f" ({c.source})") for c in chosen)

@@ -47,3 +47,10 @@ class TensorParallel:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(parts, tensor.contiguous(), group=self._ready())
         return torch.cat(parts, dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The groups that one rank's layers speak to."""
+
+    tp: TensorParallel = TensorParallel()

@@ -10,7 +10,7 @@ Every op can be undone (``reverse``), which makes the exporter the mapping run b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from rtp_llm.plan.boxes import Box, Shape, extent, view, whole
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 class Op(Protocol):
     """``shape``: of the input, in elements, everywhere below.  Implementations are frozen dataclasses, whose ``repr``
     enters the plan's digest."""
+
+    #: Whether elements keep their order, so that bytes may go from the file to their place as they are.
+    verbatim: ClassVar[bool]
 
     def out_shape(self, shape: Shape) -> Shape:
         """The output's shape."""
@@ -43,6 +46,8 @@ class Select:
     """Row ``index`` of the first dimension, which disappears: one expert of ``[E, ...]``."""
 
     index: int
+
+    verbatim: ClassVar[bool] = True
 
     def out_shape(self, shape: Shape) -> Shape:
         return shape[1:]
@@ -67,6 +72,8 @@ class Rows:
     start: int
     count: int
 
+    verbatim: ClassVar[bool] = True
+
     def out_shape(self, shape: Shape) -> Shape:
         return (self.count, *shape[1:])
 
@@ -88,6 +95,8 @@ class Rows:
 @dataclass(frozen=True, slots=True)
 class Transpose:
     """The last two dimensions change places."""
+
+    verbatim: ClassVar[bool] = False
 
     def out_shape(self, shape: Shape) -> Shape:
         return (*shape[:-2], shape[-1], shape[-2])
@@ -114,6 +123,8 @@ class Deinterleave:
     """
 
     heads: int
+
+    verbatim: ClassVar[bool] = False
 
     def out_shape(self, shape: Shape) -> Shape:
         return shape

@@ -39,13 +39,17 @@ class AnyRule(Protocol):
     def raw(self) -> str:
         """The raw name's template."""
 
+    @property
+    def slot(self) -> str:
+        """The template of the slots it provides, for naming the raw tensor that a missing slot should come from."""
+
     def provide(self, numbers: tuple[int, ...], shape: Shape) -> Iterable[Provision]:
         """Provisions of the tensor with these ``numbers`` in its name and this shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One raw tensor, one slot: the numbers of the raw name go into ``slot`` in order (or by ``{0}``, ``{1}``)."""
+    """One raw tensor, one slot: the numbers of the raw name go into the slot's name in order."""
 
     raw: str
     slot: str
@@ -78,3 +82,8 @@ class Mapping:
         assert len(rules) == len(self.rules) and not rules.keys() & reasons.keys(), "a template with two rules"
         object.__setattr__(self, "by_template", rules)
         object.__setattr__(self, "skip_reasons", reasons)
+
+    def raw_names(self, slot: str) -> tuple[str, ...]:
+        """The raw names from which ``slot`` could come, in the order of the rules; empty where no rule provides it."""
+        key, numbers = template(slot)
+        return tuple(rule.raw.format(*numbers) for rule in self.rules if rule.slot == key)

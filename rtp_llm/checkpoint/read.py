@@ -1,0 +1,159 @@
+"""``read_catalog``: from a directory to a :class:`Catalog`, reading nothing but headers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from rtp_llm.checkpoint.catalog import Catalog, TensorInfo
+from rtp_llm.checkpoint.discover import Selection, discover, list_directory, stray_note, weight_files
+from rtp_llm.checkpoint.faults import CheckpointFault
+from rtp_llm.checkpoint.files import finding, shown
+from rtp_llm.checkpoint.header import MAX_PROBLEMS, Header, read_header
+from rtp_llm.checkpoint.index import read_index
+from rtp_llm.errors import CheckpointError, Problem
+
+
+def read_catalog(directory: str | Path) -> Catalog:
+    """What the checkpoint in ``directory`` holds.
+
+    Never raises for bad content: everything that is wrong is in ``Catalog.problems``, and
+    ``Catalog.raise_for_problems()`` makes an error of it.  Reads headers and the index only; torch is imported only
+    where the weights are torch files.
+    """
+    root = Path(directory)
+    try:
+        names = list_directory(root)
+        chosen = discover(names)
+        builder = _Builder(root, chosen)
+        if chosen.index is None:
+            builder.add_files()
+        else:
+            builder.add_indexed(read_index(root / chosen.index, chosen.index), names)
+    except CheckpointError as error:
+        return Catalog(str(directory), (), (), error.problems, ())
+    return builder.catalog(str(directory))
+
+
+class _Builder:
+    """Collects tensors, problems and notes of one selection of files."""
+
+    def __init__(self, root: Path, chosen: Selection) -> None:
+        self._root, self._chosen = root, chosen
+        self._headers: dict[str, Header] = {}
+        self._tensors: list[TensorInfo] = []
+        self._problems = list(chosen.problems)
+        self._notes = list(chosen.notes)
+
+    def add_files(self) -> None:
+        """All tensors of all chosen files; a name may stand in one file only."""
+        self._read(self._chosen.files)
+        owners: dict[str, str] = {}
+        for file, header in self._headers.items():
+            for tensor in header.tensors:
+                owner = owners.setdefault(tensor.name, file)
+                # Twice in one file is the header's own finding.
+                if owner == file:
+                    self._tensors.append(tensor)
+                elif len(self._problems) < MAX_PROBLEMS:
+                    self._problems.append(_duplicate(tensor, owner))
+
+    def add_indexed(self, weight_map: dict[str, str], names: list[str]) -> None:
+        """Exactly the tensors that ``weight_map`` names, each from the file that it names."""
+        wanted: dict[str, list[str]] = {}
+        for name, file in weight_map.items():
+            wanted.setdefault(file, []).append(name)
+        present = set(names)
+        self._read(sorted(wanted.keys() & present))
+        for file in sorted(wanted.keys() - present)[:MAX_PROBLEMS]:
+            self._problems.append(_shard_absent(file, sorted(wanted[file]), len(wanted), len(wanted.keys() & present)))
+        for file, header in self._headers.items():
+            self._take_named(file, header, wanted[file], weight_map)
+        self._notes += [stray_note(name, self._chosen) for name in weight_files(names, self._chosen) if name not in wanted]
+
+    def _take_named(self, file: str, header: Header, named: list[str], weight_map: dict[str, str]) -> None:
+        held = {tensor.name: tensor for tensor in header.tensors}
+        self._tensors += [held[name] for name in named if name in held]
+        absent = sorted(name for name in named if name not in held)
+        if header.complete and absent:
+            # Where it lies now tells a stale index from a lost shard.
+            places = {t.name: other for other, h in self._headers.items() for t in h.tensors if t.name in weight_map}
+            self._problems += [_tensor_absent(name, file, places.get(name)) for name in absent[:MAX_PROBLEMS]]
+            if len(absent) > MAX_PROBLEMS:
+                what = f"{len(absent) - MAX_PROBLEMS} more tensors are absent"
+                self._problems.append(finding(CheckpointFault.TOO_MANY_PROBLEMS, what, file=file))
+        extra = sorted(name for name in held if weight_map.get(name) != file)
+        if extra:
+            self._notes.append(_outside(file, extra, weight_map))
+
+    def _read(self, files: Iterable[str]) -> None:
+        reader = read_header
+        if self._chosen.format == "torch":
+            from rtp_llm.checkpoint.torch_file import read_torch_file
+
+            reader = read_torch_file
+        for file in files:
+            header = reader(self._root / file, file)
+            self._headers[file] = header
+            self._problems += header.problems
+            self._notes += header.notes
+
+    def catalog(self, directory: str) -> Catalog:
+        if not self._tensors and not self._problems:
+            file = shown(next(iter(self._headers)))
+            self._problems.append(
+                finding(CheckpointFault.NO_WEIGHTS, "the file holds no tensor", file=file, expected="tensors", actual="none")
+            )
+        files = sorted((h.info for h in self._headers.values() if h.info), key=lambda f: f.name)
+        return Catalog(
+            directory,
+            tuple(files),
+            tuple(sorted(self._tensors, key=lambda t: t.name)),
+            tuple(sorted(self._problems, key=Problem.sort_key)),
+            tuple(sorted(self._notes, key=Problem.sort_key)),
+        )
+
+
+def _duplicate(tensor: TensorInfo, owner: str) -> Problem:
+    return finding(
+        CheckpointFault.DUPLICATE_TENSOR,
+        "two files hold the tensor, and no index says which counts",
+        file=tensor.file,
+        tensor=tensor.name,
+        expected="one file",
+        actual=f"also in {shown(owner)}",
+        fix="remove the files of another export, or add the index",
+    )
+
+
+def _shard_absent(file: str, tensors: list[str], named: int, present: int) -> Problem:
+    return finding(
+        CheckpointFault.SHARD_ABSENT,
+        f"the index names a file that is not there, for {len(tensors)} tensors",
+        file=file,
+        tensor=tensors[0],
+        expected=f"{named} shards",
+        actual=f"{present} shards",
+        fix="download the absent shards, or the index that belongs to these",
+    )
+
+
+def _tensor_absent(name: str, file: str, elsewhere: str | None) -> Problem:
+    return finding(
+        CheckpointFault.TENSOR_ABSENT,
+        "the index says that the file holds the tensor, and it does not",
+        file=file,
+        tensor=name,
+        expected="the tensor in this file",
+        actual=f"it is in {shown(elsewhere)}" if elsewhere else "it is in no file of the index",
+        fix="index and shards are of different exports: download both again",
+    )
+
+
+def _outside(file: str, extra: list[str], weight_map: dict[str, str]) -> Problem:
+    copies = sum(name in weight_map for name in extra)
+    what = f"{len(extra)} tensors that the index does not name here are ignored"
+    if copies:
+        what += f", {copies} of them copies of tensors in other files"
+    examples = ", ".join(map(shown, extra[:3])) + (", ..." if len(extra) > 3 else "")
+    return finding(CheckpointFault.OUTSIDE_INDEX, what, file=file, tensor=extra[0], actual=examples, expected="tensors of the index")

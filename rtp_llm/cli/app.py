@@ -1,0 +1,71 @@
+"""``rtp-llm``: the group of commands, and the one place where errors become messages and exit codes."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from rtp_llm.cli.commands import COMMANDS
+from rtp_llm.cli.failure import report
+from rtp_llm.cli.output import Output, printable
+from rtp_llm.cli.ranks import speaks
+
+
+def _underscored(token: str) -> str:
+    """Flags are declared with underscores, and hyphens are accepted."""
+    return token.replace("-", "_")
+
+
+@click.group(
+    name="rtp-llm",
+    commands=list(COMMANDS),
+    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _underscored, "max_content_width": 110},
+)
+def app() -> None:
+    """Turn a Hugging Face checkpoint directory into rank-local, runtime-ready weights.
+
+    Under torchrun the same commands run on all ranks, and rank 0 prints. Exit codes: 0 done, 1 inspect or plan found
+    problems, 2 an error that you can put right, 130 interrupted.
+    """
+
+
+class _Log(logging.Handler):
+    """Log records as single lines on the stderr of the moment (a progress bar may have taken its place)."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(f"{record.levelname.lower()}: {printable(record.getMessage())}", err=True)
+
+
+def _prepare(output: Output) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal or pipe that cannot show a character gets its escape, never a UnicodeEncodeError.
+            stream.reconfigure(errors="backslashreplace")
+    logger = logging.getLogger("rtp_llm")
+    logger.handlers = [_Log()] if output.speaks else [logging.NullHandler()]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; see ``docs/cli.md``.  Never raises for a user's mistake."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    output = Output(json="--json" in arguments, speaks=speaks(os.environ))
+    _prepare(output)
+    try:
+        code: Any = app.main(arguments, prog_name="rtp-llm", standalone_mode=False, obj=output)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except BrokenPipeError:
+        # Whoever read our output has gone (`| head`). Python would complain when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    # The program's outer edge: whatever comes is shown as a message, and --debug shows where it came from.
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001
+        return report(error, as_json=output.json, debug="--debug" in arguments, speaks=output.speaks)

@@ -1,0 +1,13 @@
+"""The commands, one file each.  What is slow to import is imported inside of them, so that ``--help`` is quick."""
+
+from rtp_llm.cli.commands.doctor import doctor
+from rtp_llm.cli.commands.embed import embed
+from rtp_llm.cli.commands.export import export
+from rtp_llm.cli.commands.generate import generate
+from rtp_llm.cli.commands.inspect import inspect
+from rtp_llm.cli.commands.load import load
+from rtp_llm.cli.commands.models import models
+from rtp_llm.cli.commands.plan import plan
+from rtp_llm.cli.commands.settings import settings
+
+COMMANDS = (inspect, plan, load, generate, embed, export, models, doctor, settings)

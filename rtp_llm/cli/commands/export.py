@@ -1,0 +1,48 @@
+"""``rtp-llm export``: load a checkpoint and write it back as a plain Hugging Face directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rtp_llm.cli.options import LOADING, checkpoint_argument, common, output_of, setting_options
+from rtp_llm.cli.output import pairs, size
+from rtp_llm.cli.session import load_for
+
+_EXAMPLES = """\b
+Examples:
+  rtp-llm export ./Qwen3-8B ./Qwen3-8B-copy
+  torchrun --nproc-per-node 2 -m rtp_llm.cli export ./Qwen3-8B ./Qwen3-8B-copy
+"""
+
+
+@click.command(short_help="Load, and write a plain checkpoint back.", epilog=_EXAMPLES)
+@checkpoint_argument
+@click.argument("out", metavar="OUT", type=click.Path())
+@setting_options(*LOADING)
+@common
+@click.pass_context
+def export(context: click.Context, /, checkpoint: str, out: str, **flags: Any) -> int:
+    """Load CKPT and write the model's weights back, unsharded and under their first names, into the directory OUT."""
+    loaded, _ = load_for(context, checkpoint, {**flags, "dtype": flags["dtype"] or _exact_dtype(checkpoint)}, lambda: None)
+
+    from rtp_llm.loader import export_checkpoint
+
+    export_checkpoint(loaded, Path(out))
+    sizes = {path.name: path.stat().st_size for path in sorted(Path(out).iterdir()) if path.is_file()}
+    document = {"directory": out, "files": [{"name": n, "bytes": b} for n, b in sizes.items()], "load": loaded.report.to_json()}
+    rows: list[tuple[str, object]] = [("exported to", out), *((name, size(nbytes)) for name, nbytes in sizes.items())]
+    output_of(context).emit(document, lambda: pairs(rows))
+    return 0
+
+
+def _exact_dtype(checkpoint: str) -> str | None:
+    """The dtype that holds every stored weight exactly: ``config.json`` may name a narrower one.  None: leave it to the
+    load, which tells what is wrong with the checkpoint."""
+    from rtp_llm.checkpoint import read_catalog
+    from rtp_llm.plan.dtypes import CASTABLE, widest
+
+    stored = {CASTABLE[tensor.dtype] for tensor in read_catalog(checkpoint).tensors if tensor.dtype in CASTABLE}
+    return widest(stored) if stored else None

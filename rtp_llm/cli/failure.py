@@ -1,0 +1,95 @@
+"""How a command fails: one clear message on stderr, with ``--json`` one document on stdout, and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from rtp_llm.cli.output import printable
+from rtp_llm.errors import MESSAGE_LIMIT, RtpLlmError
+
+#: Something the user can put right; the code that click, grep and others use for it.
+USER_ERROR = 2
+#: A defect of this program (EX_SOFTWARE of sysexits.h).
+INTERNAL_ERROR = 70
+#: 128 + SIGINT, as shells report it.
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error made ready for a user.  ``loud``: told by every rank, since rank 0 cannot be trusted to tell it."""
+
+    kind: str
+    lines: tuple[str, ...]
+    exit_code: int
+    problems: tuple[dict[str, Any], ...] = ()
+    loud: bool = False
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document ``{"error": {"type", "message", "exit_code", "problems"}}``."""
+        message = "\n".join(self.lines)
+        return {"error": {"type": self.kind, "message": message, "exit_code": self.exit_code, "problems": list(self.problems)}}
+
+
+def describe(error: BaseException) -> Failure:
+    """What ``error`` means to a user."""
+    kind = type(error).__name__
+    if isinstance(error, RtpLlmError):
+        return _of_problems(error)
+    if isinstance(error, click.ClickException):
+        return _of_usage(error)
+    if isinstance(error, (KeyboardInterrupt, click.Abort)):
+        return Failure("Interrupted", ("interrupted",), INTERRUPTED)
+    if isinstance(error, OSError):
+        where = f": {printable(error.filename)}" if error.filename is not None else ""
+        return Failure(kind, (f"{printable(error.strerror or error)}{where}",), USER_ERROR, loud=True)
+    if isinstance(error, MemoryError):
+        return Failure(kind, ("out of memory on this machine",), USER_ERROR, loud=True)
+    text = printable(f"internal error: {kind}: {error}")
+    return Failure(
+        kind,
+        (text, "This is a defect of rtp-llm: please report it with the output of the same command and --debug."),
+        INTERNAL_ERROR,
+        loud=True,
+    )
+
+
+def _of_problems(error: RtpLlmError) -> Failure:
+    shown = [printable(problem) for problem in error.problems]
+    if len(shown) == 1:
+        lines = [f"{error.step}: {shown[0]}"]
+    else:
+        lines = [f"{error.step}: {len(shown)} problems", *(f"  - {text}" for text in shown[:MESSAGE_LIMIT])]
+        if len(shown) > MESSAGE_LIMIT:
+            lines.append(f"  ... and {len(shown) - MESSAGE_LIMIT} more (--json lists all)")
+    problems = tuple(problem.to_json() for problem in error.problems)
+    return Failure(type(error).__name__, tuple(lines), USER_ERROR, problems, loud=any(p.code == "RANK_LOST" for p in error.problems))
+
+
+def _of_usage(error: click.ClickException) -> Failure:
+    lines = [printable(line) for line in error.format_message().splitlines()]
+    context = getattr(error, "ctx", None)
+    if context is not None:
+        lines.append(f"Try '{context.command_path} --help'.")
+    return Failure("UsageError", tuple(lines), USER_ERROR)
+
+
+def report(error: BaseException, *, as_json: bool, debug: bool, speaks: bool) -> int:
+    """Tells the user, if this rank is to speak, and returns the exit code."""
+    failure = describe(error)
+    if speaks and as_json:
+        click.echo(json.dumps(failure.document(), indent=2))
+    if speaks or failure.loud:
+        rank = "" if speaks else f"rank {printable(os.environ.get('RANK', '?'))}: "
+        for line in failure.lines:
+            click.echo(f"{rank}{line}", err=True)
+        if debug:
+            traceback.print_exception(error, file=sys.stderr)
+    return failure.exit_code

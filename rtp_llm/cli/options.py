@@ -1,0 +1,116 @@
+"""Options of the commands, made from the declarations of settings, and what they choose."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+from rtp_llm.cli.output import Output
+from rtp_llm.cli.ranks import launched, speaks
+from rtp_llm.config import ConfigFault, LoadConfig, ParallelConfig
+from rtp_llm.config.kinds import Switch
+from rtp_llm.config.setting import Chosen, Setting, choose, declared, dump, spelled
+from rtp_llm.errors import ConfigError, Problem
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: Settings of commands that load weights; ``verify`` is for ``load`` alone.
+LOADING = ("load_method", "device", "dtype", "quantization", "reader_threads", "buffer_mib", "progress", "timeout_s", "tp_size", "ep_size")
+
+_DECLARED = {item.name: item for item in declared(LoadConfig) + declared(ParallelConfig)}
+
+checkpoint_argument = click.argument("checkpoint", metavar="CKPT", type=click.Path())
+
+
+def common(function: F) -> F:
+    """The options that every command has."""
+    function = click.option("--debug", is_flag=True, help="Show the traceback of an error.", expose_value=False)(function)
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.", expose_value=False)(function)
+
+
+def setting_options(*names: str) -> Callable[[F], F]:
+    """One option for each named setting.  Values stay text: the declarations parse and check them."""
+
+    def add(function: F) -> F:
+        for name in reversed(names):
+            function = _option(_DECLARED[name])(function)
+        return function
+
+    return add
+
+
+def _option(item: Setting) -> Callable[[F], F]:
+    text = f"{item.help} [env {item.env}; default {spelled(item.default)}]"
+    if isinstance(item.kind, Switch):
+        return click.option(f"{item.flags[0]}/{item.off[0]}", item.name, default=None, help=text)
+    metavar = item.kind.allowed.replace(" ", "") if "|" in item.kind.allowed else "N" if isinstance(item.default, (int, float)) else "VALUE"
+    return click.option(*item.flags, item.name, default=None, metavar=metavar, help=text)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings that hold for one command, and where each came from."""
+
+    load: LoadConfig
+    parallel: ParallelConfig
+    chosen: tuple[Chosen, ...]
+
+    def text(self) -> str:
+        """All of them in one line, for the log."""
+        return f"settings: {dump(self.chosen)}"
+
+
+def output_of(context: click.Context) -> Output:
+    """How the running command answers; set by :func:`rtp_llm.cli.app.main`."""
+    output = context.find_root().obj
+    return output if isinstance(output, Output) else Output(json=False, speaks=speaks(os.environ))
+
+
+def resolve(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
+    """Settings from flags, the environment and, under a launcher, this process's place in the world.
+
+    Raises:
+        ConfigError: every value that is not allowed, of both classes; ranks that contradict the launcher's.
+    """
+    flags = _placed(flags, environ)
+    problems: list[Problem] = []
+    chosen: list[Chosen] = []
+    made: list[Any] = []
+    for cls in (LoadConfig, ParallelConfig):
+        try:
+            part = choose(cls, flags, environ)
+            values: dict[str, Any] = {c.setting.name: c.value for c in part}
+            made.append(cls(**values))
+            chosen += part
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return Settings(made[0], made[1], tuple(chosen))
+
+
+def _placed(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """``flags`` with the sizes and ranks that a launcher dictates."""
+    launch = launched(environ)
+    if launch is None:
+        return dict(flags)
+    asked = {name: flags.get(name) or environ.get(_DECLARED[name].env, "").strip() for name in ("tp_size", "tp_rank")}
+    facts = {"tp_size": launch.size, "tp_rank": launch.rank}
+    problems = [
+        Problem(
+            ConfigFault.CONTRADICTION,
+            f"{name} and the launcher contradict each other",
+            expected=f"{facts[name]} (RANK={launch.rank} WORLD_SIZE={launch.size})",
+            actual=str(text),
+            fix="leave it out: under torchrun every process is one tensor-parallel rank",
+        )
+        for name, text in asked.items()
+        if text and str(text) != str(facts[name])
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return {**flags, **facts}

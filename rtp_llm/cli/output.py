@@ -1,0 +1,78 @@
+"""What reaches stdout and stderr: one JSON document or text, names from checkpoints made harmless first."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+#: Columns of text that goes into a file or a pipe: nothing is to be folded there, and no table of ours is wider.
+_PIPE_COLUMNS = 400
+
+
+def printable(text: object, keep: str = "") -> str:
+    r"""``text`` with everything that could steer a terminal or forge a line written as ``\xNN`` or ``\uNNNN``.
+
+    Control characters, line separators, direction marks, surrogates and unassigned code points are escaped; the
+    characters in ``keep`` are not.
+    """
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in str(text))
+
+
+def size(nbytes: float) -> str:
+    """A number of bytes in decimal units, as disks and networks are measured: ``538.1 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: frozenset[int] = frozenset()) -> None:
+    """Prints a table on stdout; every cell is made harmless.  ``right`` holds the indexes of right-aligned columns."""
+    # Imported here: half of the start-up time of commands that print no table.
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, title in enumerate(columns):
+        grid.add_column(title, justify="right" if index in right else "left", overflow="fold")
+    for row in rows:
+        grid.add_row(*(Text(printable(cell)) for cell in row))
+    Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(grid)
+
+
+def pairs(rows: Iterable[tuple[str, object]]) -> None:
+    """Prints ``label  value`` lines on stdout, aligned."""
+    listed = [(label, printable(value)) for label, value in rows]
+    width = max(len(label) for label, _ in listed)
+    for label, value in listed:
+        click.echo(f"{label:<{width}}  {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """How this process answers: as JSON or text, and whether it is the one that speaks (rank 0)."""
+
+    json: bool
+    speaks: bool
+
+    def emit(self, document: Mapping[str, Any], text: Callable[[], None]) -> None:
+        """The command's result: ``document`` on stdout where JSON is asked for, else whatever ``text`` prints."""
+        if not self.speaks:
+            return
+        if self.json:
+            click.echo(json.dumps(document, indent=2, allow_nan=False))
+        else:
+            text()
+
+    def note(self, message: str) -> None:
+        """A line for the person at the terminal, on stderr."""
+        if self.speaks:
+            click.echo(printable(message), err=True)

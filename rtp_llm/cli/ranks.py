@@ -1,0 +1,50 @@
+"""Whether a launcher started this process as one of several ranks, read without importing torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rtp_llm.config import ConfigFault
+from rtp_llm.config.parallel import MOST_RANKS
+from rtp_llm.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """This process's global rank, and how many there are."""
+
+    rank: int
+    size: int
+
+
+def launched(environ: Mapping[str, str]) -> Launch | None:
+    """What torchrun's ``RANK`` and ``WORLD_SIZE`` say; None where neither is set.
+
+    Raises:
+        ConfigError: one without the other, or values that are no ranks.
+    """
+    texts = {name: environ.get(name, "").strip() for name in ("RANK", "WORLD_SIZE")}
+    if not any(texts.values()):
+        return None
+    numbers = {name: int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1 for name, text in texts.items()}
+    rank, world = numbers["RANK"], numbers["WORLD_SIZE"]
+    if not 0 <= rank < world <= MOST_RANKS:
+        problem = Problem(
+            ConfigFault.BAD_VALUE,
+            "the launcher's environment is not one of a rank",
+            expected=f"0 <= RANK < WORLD_SIZE <= {MOST_RANKS}",
+            actual=f"RANK={texts['RANK']!r} WORLD_SIZE={texts['WORLD_SIZE']!r}",
+            fix="start with torchrun, or unset both",
+        )
+        raise ConfigError(problem)
+    return Launch(rank, world)
+
+
+def speaks(environ: Mapping[str, str]) -> bool:
+    """Whether this process prints results: rank 0 does, and a process whose environment makes no sense."""
+    try:
+        launch = launched(environ)
+    except ConfigError:
+        return True
+    return launch is None or launch.rank == 0

@@ -1,0 +1,80 @@
+"""What the commands that load weights have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from rtp_llm.cli.options import Settings, output_of, resolve
+from rtp_llm.cli.output import Output, pairs, size
+from rtp_llm.cli.progress import choose_progress
+from rtp_llm.cli.ranks import launched
+
+if TYPE_CHECKING:
+    from rtp_llm.loader import LoadedModel
+
+T = TypeVar("T")
+
+
+def check_checkpoint(checkpoint: str) -> None:
+    """Refuses a bad checkpoint before torch is imported, which takes seconds.
+
+    Raises:
+        CheckpointError: everything that is wrong with the files and with ``config.json``.
+    """
+    from rtp_llm.checkpoint import read_catalog, read_config
+
+    read_catalog(checkpoint).raise_for_problems()
+    read_config(checkpoint)
+
+
+def load_for(context: click.Context, checkpoint: str, flags: Mapping[str, Any], prepare: Callable[[], T]) -> tuple[LoadedModel, T]:
+    """The loaded model and what ``prepare`` made, with the settings told and progress shown on stderr.
+
+    ``prepare`` reads small files and refuses what the checkpoint cannot do.  A process alone checks files and prepares
+    before it loads, so that errors come at once.  One of several ranks loads first: the others would wait for a rank
+    that has left, and the loader shares what it finds with them.
+    """
+    output = output_of(context)
+    settings = resolve(flags, os.environ)
+    output.note(settings.text())
+    if launched(os.environ) is None:
+        check_checkpoint(checkpoint)
+        prepared = prepare()
+        return _load(checkpoint, settings, output), prepared
+    loaded = _load(checkpoint, settings, output)
+    return loaded, prepare()
+
+
+def _load(checkpoint: str, settings: Settings, output: Output) -> LoadedModel:
+    from rtp_llm.loader import load_model
+
+    progress = choose_progress(settings.load.progress, output.speaks)
+    return load_model(Path(checkpoint), parallel=settings.parallel, load=settings.load, progress=progress)
+
+
+def print_report(report: Mapping[str, Any]) -> None:
+    """The load report as text."""
+    rank = f"rank {report['tp_rank']} of {report['tp_size']}"
+    seconds = report["seconds"]
+    pairs(
+        [
+            ("architecture", f"{report['architecture']}, {rank}"),
+            ("parameters", f"{report['parameters']:,}, {size(report['bytes_resident'])} resident"),
+            ("method", _method(report)),
+            ("read", f"{size(report['bytes_read'])} in {seconds:.2f} s, {report['gb_per_s']:.2f} GB/s"),
+            ("peak memory", f"{size(report['measured_peak_bytes'] or 0)} measured, {size(report['predicted_peak_bytes'])} predicted"),
+            ("slow path", f"{report['slow_path_weights']} weights"),
+            ("phases", ", ".join(f"{name} {spent:.2f} s" for name, spent in report["phases"].items())),
+            ("plan digest", report["digest"]),
+        ]
+    )
+
+
+def _method(report: Mapping[str, Any]) -> str:
+    reason = f" ({report['degraded_reason']})" if report["degraded_reason"] else ""
+    return f"{report['effective_mode']}, asked for {report['requested_mode']}{reason}"

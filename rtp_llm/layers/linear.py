@@ -1,0 +1,143 @@
+"""Linear layers over tensor-parallel ranks (Megatron-LM: Shoeybi et al., 2019, arXiv:1909.08053).
+
+All of them are one class: a stack of *parts*, each the rows of one logical matrix that this rank holds, over one span
+of input columns.  What the named layers add is which rows and columns those are.  Weights are ``[out, in]`` as in
+``torch.nn.Linear``; a part called ``s`` is filled by the slots ``s.weight`` and ``s.bias``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from rtp_llm.layers.base import Planned
+from rtp_llm.parallel.groups import TensorParallel
+from rtp_llm.parallel.shard import Span, even, kv_heads
+from rtp_llm.plan.pieces import Fill, Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows ``span`` of the logical matrix ``slot``, which has ``size`` rows in all."""
+
+    slot: str
+    size: int
+    span: Span
+
+    @property
+    def rows(self) -> int:
+        """Rows that this rank holds."""
+        return self.span[1] - self.span[0]
+
+
+class Linear(Planned):
+    """``x[..., columns] -> x W^T + b [..., rows of all parts]``, on one rank, without any collective.
+
+    Parameters: ``weight [rows, columns]`` and, where ``bias``, ``bias [rows]``, both of ``dtype``.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, parts: Sequence[Part], in_size: int, in_span: Span, *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.parts = tuple(parts)
+        self.in_size = in_size
+        self.in_span = in_span
+        rows = sum(part.rows for part in self.parts)
+        self.declare("weight", (rows, in_span[1] - in_span[0]), dtype)
+        if bias:
+            self.declare("bias", (rows,), dtype)
+        else:
+            self.bias = None
+
+    def tiles(self) -> dict[str, tuple[Piece | Fill, ...]]:
+        weight: list[Piece | Fill] = []
+        bias: list[Piece | Fill] = []
+        columns = (0, self.in_span[1] - self.in_span[0])
+        at = 0
+        for part in self.parts:
+            local = (at, at + part.rows)
+            weight.append(Piece(f"{part.slot}.weight", (part.size, self.in_size), (part.span, self.in_span), (local, columns)))
+            bias.append(Piece(f"{part.slot}.bias", (part.size,), (part.span,), (local,)))
+            at += part.rows
+        return {"weight": tuple(weight), "bias": tuple(bias)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{', '.join(f'{p.slot}[{p.span[0]}:{p.span[1]}]' for p in self.parts)}, in={self.in_span}, bias={self.bias is not None}"
+
+
+class ReplicatedLinear(Linear):
+    """The whole matrix on every rank."""
+
+    def __init__(self, slot: str, in_size: int, out_size: int, *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__([Part(slot, out_size, (0, out_size))], in_size, (0, in_size), bias=bias, dtype=dtype)
+
+
+class MergedColumnParallelLinear(Linear):
+    """Several matrices over one input, each split by output rows: gate and up as one product.
+
+    Returns the ranks' shares side by side, ``[..., sum(out_sizes) / tp]``, in the order of ``slots``.
+    """
+
+    def __init__(
+        self, slots: Sequence[str], in_size: int, out_sizes: Sequence[int], *, bias: bool, tp: TensorParallel, dtype: torch.dtype
+    ) -> None:
+        parts = [Part(slot, size, even(size, tp.size, tp.rank)) for slot, size in zip(slots, out_sizes, strict=True)]
+        super().__init__(parts, in_size, (0, in_size), bias=bias, dtype=dtype)
+
+
+class ColumnParallelLinear(MergedColumnParallelLinear):
+    """One matrix split by output rows; returns this rank's ``[..., out_size / tp]``."""
+
+    def __init__(self, slot: str, in_size: int, out_size: int, *, bias: bool, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__([slot], in_size, [out_size], bias=bias, tp=tp, dtype=dtype)
+
+
+class QKVParallelLinear(Linear):
+    """Query, key and value as one product, split by heads; with more ranks than KV heads, ranks share a KV head.
+
+    Filled by ``{slot}.q``, ``{slot}.k`` and ``{slot}.v``.  Returns ``[..., (heads + 2 * kv_heads) * head_dim]``, counting
+    local heads; ``sizes`` splits it into q, k and v.
+    """
+
+    def __init__(
+        self, slot: str, in_size: int, heads: int, kv: int, head_dim: int, *, bias: bool, tp: TensorParallel, dtype: torch.dtype
+    ) -> None:
+        q = even(heads, tp.size, tp.rank)
+        k = kv_heads(kv, tp.size, tp.rank)
+        spans = {"q": (heads, q), "k": (kv, k), "v": (kv, k)}
+        parts = [Part(f"{slot}.{name}", n * head_dim, (a * head_dim, b * head_dim)) for name, (n, (a, b)) in spans.items()]
+        super().__init__(parts, in_size, (0, in_size), bias=bias, dtype=dtype)
+        self.heads = q[1] - q[0]
+        self.kv_heads = k[1] - k[0]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Output columns of q, k and v."""
+        q, k, v = self.parts
+        return q.rows, k.rows, v.rows
+
+
+class RowParallelLinear(Linear):
+    """One matrix split by input columns: takes this rank's ``[..., in_size / tp]``, returns the sum over ranks, ``[..., out_size]``.
+
+    Every rank holds the whole bias and adds it once, to the sum.
+    """
+
+    def __init__(self, slot: str, in_size: int, out_size: int, *, bias: bool, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__([Part(slot, out_size, (0, out_size))], in_size, even(in_size, tp.size, tp.rank), bias=bias, dtype=dtype)
+        self.tp = tp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        total = self.tp.all_reduce(F.linear(x, self.weight))
+        return total if self.bias is None else total + self.bias

@@ -1,0 +1,90 @@
+"""From a directory to a checked plan and an empty model, headers only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rtp_llm.checkpoint import Catalog, read_catalog, read_config
+from rtp_llm.config import LoadConfig, ParallelConfig
+from rtp_llm.layers.base import param_specs
+from rtp_llm.loader.route import choose_dtype, refuse_quantised
+from rtp_llm.models.family import Family
+from rtp_llm.models.registry import resolve
+from rtp_llm.parallel.groups import Groups, TensorParallel
+from rtp_llm.parallel.shard import check_divisible
+from rtp_llm.plan.join import join
+from rtp_llm.plan.plan import LoadPlan
+from rtp_llm.transport.scratch.staging import staging_bytes
+
+#: More reader threads than this do not make one disk faster, and each has a staging buffer.
+MOST_READERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """All that is known before a byte of weights is read.  ``model`` is on the meta device."""
+
+    catalog: Catalog
+    raw_config: Mapping[str, Any]
+    family: Family
+    model: nn.Module
+    plan: LoadPlan
+    dtype: str
+
+
+def readers(load: LoadConfig) -> int:
+    """The number of reader threads that the settings mean."""
+    return load.reader_threads or min(MOST_READERS, len(os.sched_getaffinity(0)))
+
+
+def draft(directory: str | os.PathLike[str], parallel: ParallelConfig, load: LoadConfig, groups: Groups, device_type: str) -> Draft:
+    """Reads headers and config.json, builds the model without memory, and plans.
+
+    The plan is returned with its problems, if checkpoint and model do not fit.
+
+    Raises:
+        CheckpointError: files that cannot be trusted or read; everything wrong with them at once.
+        ConfigError: a config.json that asks for what is not there.
+        PlanError: sizes that cannot be divided over the ranks.
+    """
+    directory = os.fspath(directory)
+    catalog = read_catalog(directory)
+    catalog.raise_for_problems()
+    raw = read_config(directory)
+    refuse_quantised(raw, catalog.directory)
+    family = resolve(raw["architectures"])
+    implementation = family.load()
+    config = implementation.parse_config(raw, frozenset(t.name for t in catalog.tensors))
+    check_divisible(implementation.conditions(config), parallel.tp_size)
+    dtype = choose_dtype(load, raw, catalog)
+    model = implementation.build(config, groups, getattr(torch, dtype))
+    plan = join(
+        catalog,
+        implementation.mapping(config),
+        param_specs(model),
+        architecture=raw["architectures"][0],
+        family=family.name,
+        parallel=parallel,
+        dtype=dtype,
+        bytes_staging=staging_bytes(device_type, readers(load), load.buffer_mib * 1024 * 1024),
+    )
+    return Draft(catalog, raw, family, model, plan, dtype)
+
+
+def build_plan(path: str | os.PathLike[str], parallel: ParallelConfig | None = None, load: LoadConfig | None = None) -> LoadPlan:
+    """The plan of one rank, from headers only; nothing is allocated, and no other rank is asked.
+
+    ``problems``, ``missing`` and ``unexpected`` are filled where the checkpoint does not fit the model;
+    ``plan.raise_for_problems()`` makes an error of them.  Other errors as in :func:`draft`.
+    """
+    parallel = parallel or ParallelConfig()
+    load = load or LoadConfig.from_environment(os.environ)
+    alone = Groups(tp=TensorParallel(parallel.tp_size, parallel.tp_rank))
+    device_type = "cpu" if load.device == "cpu" or not torch.cuda.is_available() else "cuda"
+    return draft(path, parallel, load, alone, device_type).plan

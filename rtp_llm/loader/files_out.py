@@ -1,0 +1,111 @@
+"""The files of a Hugging Face checkpoint, written: safetensors headers, the index, and what stands beside the weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from rtp_llm.checkpoint import Catalog, FileInfo, TensorInfo, bits_of
+from rtp_llm.config.faults import ConfigFault
+from rtp_llm.errors import ConfigError, Problem
+
+_INDEX = "model.safetensors.index.json"
+#: What belongs to a model beside its weights: configuration, tokeniser, templates, pooling, cards and licences.  Code
+#: (``.py``) is left behind on purpose.
+_COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*", "*_Pooling/config.json")
+
+
+def check_room(out: Path, source: str, nbytes: int) -> None:
+    """Raises ``ConfigError`` where ``out`` holds something already, is the source, or its disk has no ``nbytes`` left."""
+    taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    if taken or out.resolve() == Path(source).resolve():
+        raise ConfigError(
+            Problem(
+                ConfigFault.BAD_VALUE,
+                f"{out} cannot be written to",
+                expected="a directory that is empty or does not exist",
+                actual="something that is there already",
+                fix="choose another name",
+            )
+        )
+    parent = next(p for p in out.absolute().parents if p.exists())
+    free = shutil.disk_usage(parent).free
+    if free < nbytes:
+        raise ConfigError(
+            Problem(ConfigFault.BAD_VALUE, f"{out} has too little space", expected=f"{nbytes} bytes", actual=f"{free} bytes free")
+        )
+
+
+@contextmanager
+def completed(out: Path) -> Iterator[Path]:
+    """A directory beside ``out`` to write to, which takes its name once everything has been written, and is removed
+    if anything fails."""
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if out.exists():
+            out.rmdir()
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def renamed(file: FileInfo) -> str:
+    """A weight file's name in the export: the same, or its safetensors counterpart for a torch file."""
+    if file.format == "safetensors":
+        return file.name
+    stem = file.name.rpartition(".")[0]
+    return stem.replace("pytorch_model", "model", 1) + ".safetensors"
+
+
+def header_bytes(tensors: Sequence[TensorInfo], file: FileInfo) -> bytes:
+    """The header of a safetensors file that holds ``tensors`` end to end, as safetensors' own writer spells it: 8 bytes
+    of length, then compact JSON, padded with spaces to 8 bytes."""
+    header: dict[str, Any] = {}
+    metadata = dict(file.metadata) if file.format == "safetensors" else {"format": "pt"}
+    if metadata:
+        header["__metadata__"] = metadata
+    at = 0
+    for tensor in tensors:
+        size = tensor.nbytes if tensor.strides is None else _dense_bytes(tensor)
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_index(out: Path, catalog: Catalog, weight_map: Mapping[str, str]) -> None:
+    """The index of a sharded checkpoint: the source's own where it still says the truth, else a new one."""
+    if len(set(weight_map.values())) < 2:
+        return
+    source = Path(catalog.directory) / _INDEX
+    if source.exists() and all(f.format == "safetensors" for f in catalog.files):
+        shutil.copyfile(source, out / _INDEX)
+        return
+    total = sum(t.nbytes for t in catalog.tensors)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (out / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_companions(catalog: Catalog, out: Path) -> None:
+    """Copies configuration, tokeniser and the like; indexes are written anew."""
+    source = Path(catalog.directory)
+    for pattern in _COMPANIONS:
+        for path in sorted(source.glob(pattern)):
+            target = out / path.relative_to(source)
+            if path.is_file() and not path.name.endswith(".index.json"):
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
+
+
+def _dense_bytes(tensor: TensorInfo) -> int:
+
+    return prod(tensor.shape) * bits_of(tensor.dtype) // 8

@@ -1,0 +1,188 @@
+"""``load_model``: plan, agree, move bytes once, report."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rtp_llm.checkpoint import Catalog
+from rtp_llm.config import LoadConfig, ParallelConfig
+from rtp_llm.config.faults import ConfigFault
+from rtp_llm.errors import ConfigError, Problem
+from rtp_llm.loader.device import resolve_device
+from rtp_llm.loader.draft import Draft, draft, readers
+from rtp_llm.loader.memory import PeakMeter
+from rtp_llm.loader.placement import Placement, allocate
+from rtp_llm.loader.preflight import preflight
+from rtp_llm.loader.report import LoadReport
+from rtp_llm.loader.verify import verify
+from rtp_llm.models.family import Family
+from rtp_llm.parallel.watch import Watch
+from rtp_llm.parallel.world import World, agree, join_world
+from rtp_llm.plan.plan import LoadPlan
+from rtp_llm.transport.interface import Moved, Progress, Quiet
+from rtp_llm.transport.scratch.reader import ScratchTransport
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model whose every parameter is in place on its device, and what is known of how it got there."""
+
+    model: nn.Module
+    plan: LoadPlan
+    report: LoadReport
+    catalog: Catalog
+    raw_config: Mapping[str, Any]
+    family: Family
+    device: torch.device
+    world: World
+
+    @property
+    def directory(self) -> str:
+        """The checkpoint's directory."""
+        return self.catalog.directory
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    device: str | None = None,
+    parallel: ParallelConfig | None = None,
+    load: LoadConfig | None = None,
+    *,
+    progress: Progress | None = None,
+    world: World | None = None,
+) -> LoadedModel:
+    """Loads one rank of a checkpoint.
+
+    Args:
+        path: a checkpoint directory in Hugging Face's layout.
+        device: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``; the setting ``device`` unless given.
+        parallel: this process's place.  Left out under ``torchrun``, all its processes form one tensor-parallel group.
+            Given where no process group runs, that rank's weights are loaded and checked alone, without a forward pass.
+        load: settings; from the environment unless given.
+        progress: told about bytes as they arrive.
+        world: the processes to meet; found from torchrun's variables unless given.
+
+    Returns:
+        The model: ``model(input_ids)`` gives logits ``[batch, seq, vocab]`` for causal models, the last hidden state
+        ``[batch, seq, hidden]`` for encoders.
+
+    Raises:
+        RtpLlmError: a subclass for whatever is wrong; nothing half-loaded is returned.  With several ranks, all of them
+            raise the first rank's error.
+    """
+    load = load or LoadConfig.from_environment(os.environ)
+    named = device or load.device
+    if world is None:
+        world = join_world(os.environ, "cpu" if named == "cpu" else resolve_device(named, 0).type, load.timeout_s)
+    target = resolve_device(named, world.local_rank)
+    if target.type == "cuda":
+        torch.cuda.set_device(target)  # NCCL takes the current device
+    parallel = place_of(world, parallel)
+    clock = _Clock()
+    with world.watch() as watch:
+        return _load(path, target, parallel, load, progress or Quiet(), world, watch, clock)
+
+
+def _load(
+    path: str | os.PathLike[str],
+    device: torch.device,
+    parallel: ParallelConfig,
+    load: LoadConfig,
+    progress: Progress,
+    world: World,
+    watch: Watch,
+    clock: _Clock,
+) -> LoadedModel:
+    with clock.phase("plan"):
+        drafted = draft(path, parallel, load, world.groups(parallel), device.type)
+        plan = drafted.plan
+        plan.raise_for_problems()
+    with clock.phase("agree"):
+        agree(world, watch, plan.digest, plan.agreement_lines)
+        preflight(plan, device, world, watch)
+    with PeakMeter(device) as meter:
+        moved = _move(drafted, device, load, progress, watch, clock)
+    verified = None
+    if load.verify:
+        with clock.phase("verify"):
+            verified = verify(drafted.model, plan, drafted.catalog.directory)
+    with clock.phase("close"):
+        world.exchange(b"loaded", watch)
+    report = LoadReport(
+        plan=plan,
+        device=str(device),
+        load_method="scratch",
+        requested_mode=load.load_method,
+        effective_mode="scratch",
+        degraded_reason=None,
+        bytes_read=moved.bytes_read,
+        bytes_copied=moved.bytes_copied,
+        slow_path_weights=moved.slow_path,
+        measured_peak_bytes=meter.peak_bytes,
+        phases=clock.seconds,
+        verified=verified,
+    )
+    return LoadedModel(drafted.model.eval(), plan, report, drafted.catalog, drafted.raw_config, drafted.family, device, world)
+
+
+def _move(drafted: Draft, device: torch.device, load: LoadConfig, progress: Progress, watch: Watch, clock: _Clock) -> Moved:
+    plan = drafted.plan
+    with clock.phase("allocate"):
+        params = allocate(drafted.model, plan, device)
+    transport = ScratchTransport(drafted.catalog.directory, device, readers(load), load.buffer_mib * 1024 * 1024)
+    progress.start(plan.bytes_read)
+    try:
+        with clock.phase("transport"):
+            moved = transport.deliver(plan, Placement(params), progress, watch.check)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+    finally:
+        progress.stop()
+    assert moved.bytes_read == plan.bytes_read, "the transport did not read what was planned"
+    return moved
+
+
+def place_of(world: World, parallel: ParallelConfig | None) -> ParallelConfig:
+    """This process's place: as given, or, under a launcher, its rank in one tensor-parallel group of all processes.
+
+    Raises:
+        ConfigError: where a place was given that the launcher contradicts.
+    """
+    if world.size == 1:
+        return parallel or ParallelConfig()
+    if parallel is None:
+        return ParallelConfig(tp_size=world.size, tp_rank=world.rank)
+    rank = parallel.ep_rank * parallel.tp_size + parallel.tp_rank
+    if (parallel.tp_size * parallel.ep_size, rank) != (world.size, world.rank):
+        raise ConfigError(
+            Problem(
+                ConfigFault.CONTRADICTION,
+                "the parallel sizes are not those of the launch",
+                rank=world.rank,
+                expected=f"tp_size * ep_size = {world.size} and rank {world.rank}",
+                actual=f"{parallel.tp_size} * {parallel.ep_size} and rank {rank}",
+                fix="start as many processes as tp_size * ep_size",
+            )
+        )
+    return parallel
+
+
+class _Clock:
+    """Seconds by phase, in the order in which they were entered."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start

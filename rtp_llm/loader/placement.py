@@ -1,0 +1,61 @@
+"""The only place where parameters are allocated and written."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rtp_llm.plan.boxes import Box, extent, view
+from rtp_llm.plan.plan import Delivery, LoadPlan
+
+
+def allocate(model: nn.Module, plan: LoadPlan, device: torch.device) -> dict[str, nn.Parameter]:
+    """Gives the meta model's parameters their memory, once and in final size, and fills padding.
+
+    Returns the parameters by name; their content, padding apart, is undefined until it is delivered.
+    """
+    params: dict[str, nn.Parameter] = {}
+    for spec in plan.params:
+        prefix, _, attribute = spec.name.rpartition(".")
+        memory = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+        params[spec.name] = nn.Parameter(memory, requires_grad=False)
+        setattr(model.get_submodule(prefix), attribute, params[spec.name])
+    for name, fill in plan.fills:
+        view(params[name].data, fill.local_box).fill_(fill.value)
+    return params
+
+
+class Placement:
+    """The sink of every transport."""
+
+    def __init__(self, params: dict[str, nn.Parameter]) -> None:
+        self._memory = {name: parameter.data for name, parameter in params.items()}
+
+    def direct(self, part: Delivery) -> memoryview | None:
+        """The bytes of the only target, where the file's bytes are its bytes: on the CPU, contiguous, same dtype, and
+        no op that moves elements."""
+        if len(part.targets) != 1 or not part.passes or not part.verbatim:
+            return None
+        place = self._place(part.targets[0].param, part.targets[0].box)
+        if place.device.type != "cpu" or not place.is_contiguous() or str(place.dtype) != f"torch.{part.stored_dtype}":
+            return None
+        return place.reshape(-1).view(torch.uint8).numpy().data
+
+    def place(self, part: Delivery, content: torch.Tensor) -> None:
+        """Writes ``content`` (the raw box, in the stored dtype, on the host) to all targets.
+
+        A cast, or a box that is not contiguous, is done on the parameter's device from one dense copy: one transfer,
+        never one for each row.
+        """
+        shape = extent(part.slot_box)
+        moved: torch.Tensor | None = None
+        for target in part.targets:
+            place = self._place(target.param, target.box).view(shape)
+            if moved is None:
+                plain = part.verbatim and place.is_contiguous() and place.dtype == content.dtype
+                moved = content if plain or place.device == content.device else content.to(place.device, non_blocking=True)
+                moved = part.source.apply(moved, part.slot_box)
+            place.copy_(moved, non_blocking=True)
+
+    def _place(self, name: str, box: Box) -> torch.Tensor:
+        return view(self._memory[name], box)

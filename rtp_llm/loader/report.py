@@ -1,0 +1,56 @@
+"""What a load did, next to what its plan said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rtp_llm.plan.plan import LoadPlan
+from rtp_llm.plan.views import plan_json
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """One rank's load.  Bytes are bytes, ``seconds`` is wall time from the first look at the directory to the finished
+    model; ``phases`` splits it.  ``measured_peak_bytes`` is None where the system does not tell."""
+
+    plan: LoadPlan
+    device: str
+    load_method: str
+    requested_mode: str
+    effective_mode: str
+    degraded_reason: str | None
+    bytes_read: int
+    bytes_copied: int
+    slow_path_weights: int
+    measured_peak_bytes: int | None
+    phases: Mapping[str, float]
+    verified: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bytes read in 10**9 for each second of the transport's phase."""
+        return self.bytes_read / 1e9 / max(self.phases["transport"], 1e-9)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan's fields (see :func:`plan_json`) and the load's."""
+        return plan_json(self.plan) | {
+            "device": self.device,
+            "load_method": self.load_method,
+            "requested_mode": self.requested_mode,
+            "effective_mode": self.effective_mode,
+            "degraded_reason": self.degraded_reason,
+            "bytes_read": self.bytes_read,
+            "bytes_copied": self.bytes_copied,
+            "seconds": round(self.seconds, 4),
+            "gb_per_s": round(self.gb_per_s, 3),
+            "measured_peak_bytes": self.measured_peak_bytes,
+            "slow_path_weights": self.slow_path_weights,
+            "verified": self.verified,
+            "phases": {name: round(seconds, 4) for name, seconds in self.phases.items()},
+        }

@@ -1,0 +1,78 @@
+"""Every weight held against another reader's idea of the files: safetensors' own, or torch's."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from rtp_llm.errors import Problem, TransportError
+from rtp_llm.plan.boxes import extent, view, whole
+from rtp_llm.plan.plan import Delivery, LoadPlan
+from rtp_llm.transport.faults import TransportFault
+
+
+def verify(model: nn.Module, plan: LoadPlan, directory: str) -> int:
+    """Compares every place of every parameter, bit for bit, with what a second reader finds for it.
+
+    The reader holds one whole tensor at a time in host memory.
+
+    Returns:
+        The number of places compared.
+
+    Raises:
+        TransportError: listing every place that differs.
+    """
+    params = dict(model.named_parameters())
+    by_file: defaultdict[str, list[Delivery]] = defaultdict(list)
+    for delivery in plan.deliveries:
+        by_file[delivery.tensor.file].append(delivery)
+    formats = {f.name: f.format for f in plan.files}
+    problems, compared = [], 0
+    for file, deliveries in by_file.items():
+        with _opened(os.path.join(directory, file), formats[file]) as get:
+            for delivery in deliveries:
+                source, slot = delivery.source, whole(delivery.source.slot_shape)
+                tensor = source.apply(view(get(delivery.tensor.name), source.pull(slot)), slot)
+                wanted = view(tensor, delivery.slot_box)
+                for target in delivery.targets:
+                    compared += 1
+                    found = view(params[target.param].data, target.box).cpu()
+                    if not _same(found.reshape(extent(delivery.slot_box)), wanted.to(found.dtype)):
+                        problems.append(_differs(delivery, target.param))
+    if problems:
+        raise TransportError(problems)
+    return compared
+
+
+@contextmanager
+def _opened(path: str, format: str) -> Iterator[Callable[[str], torch.Tensor]]:
+    """A function that gets a tensor of the file by name."""
+    if format == "torch":
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        yield state.__getitem__
+        return
+    with safe_open(path, framework="pt", device="cpu") as file:
+        yield file.get_tensor
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit for bit, so that NaN equals itself and 0.0 is not -0.0."""
+    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+
+
+def _differs(delivery: Delivery, param: str) -> Problem:
+    return Problem(
+        TransportFault.VERIFY_FAILED,
+        f"{param} does not hold what the file holds",
+        file=delivery.tensor.file,
+        tensor=delivery.tensor.name,
+        expected="equal bits",
+        actual="other bits",
+        fix="the file changed while it was loaded, or memory or disk is faulty; load again",
+    )

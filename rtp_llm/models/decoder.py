@@ -1,0 +1,239 @@
+"""What decoder families have in common: configuration, conditions, assembly.  A family's files state the differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rtp_llm.layers.activation import ACTIVATIONS
+from rtp_llm.layers.attention import Attention, AttentionShape
+from rtp_llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from rtp_llm.layers.mlp import GatedMLP
+from rtp_llm.layers.norm import RMSNorm
+from rtp_llm.layers.rotary import RopeParameters, Rotary
+from rtp_llm.layers.transformer import CausalLM, DecoderLayer
+from rtp_llm.models.faults import ModelFault
+from rtp_llm.models.reader import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, ConfigReader
+from rtp_llm.models.rope import read_rope
+from rtp_llm.parallel.groups import Groups
+from rtp_llm.parallel.shard import Divides
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """A dense decoder.  ``windows`` has one entry a layer: how many tokens a token sees, itself included; None for all.
+
+    ``tied``: the embedding's weight is the head's too.  ``norm_eps`` is that of all norms, those of heads included.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    act: str
+    norm_eps: float
+    max_position_embeddings: int
+    rope: RopeParameters
+    windows: tuple[int | None, ...]
+    tied: bool
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    head_norms: bool = False
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return len(self.windows)
+
+    @property
+    def attention(self) -> AttentionShape:
+        """Sizes of every attention block."""
+        return AttentionShape(
+            self.hidden_size,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            qkv_bias=self.qkv_bias,
+            output_bias=self.output_bias,
+            norm_eps=self.norm_eps if self.head_norms else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderDefaults:
+    """What a family's transformers class takes for the fields that ``config.json`` omits; the others are the same in all."""
+
+    vocab_size: int
+    intermediate_size: int
+    max_position_embeddings: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    #: Whether ``"head_dim": null`` means ``hidden_size / num_attention_heads``.
+    head_dim_may_be_null: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The fields that every decoder family has, checked against each other."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    act: str
+    norm_eps: float
+    max_position_embeddings: int
+    rope: RopeParameters
+
+
+def read_sizes(reader: ConfigReader, defaults: DecoderDefaults) -> Sizes:
+    """Reads the common fields; problems stay with the reader."""
+    hidden = reader.integer("hidden_size", 4096)
+    heads = reader.integer("num_attention_heads", 32)
+    kv_heads = reader.optional_integer("num_key_value_heads", defaults.kv_heads) or heads
+    if heads % kv_heads:
+        reader.fail("num_key_value_heads", f"a divisor of num_attention_heads ({heads})", actual=kv_heads)
+    head_dim = _read_head_dim(reader, defaults, hidden, heads)
+    longest = reader.integer("max_position_embeddings", defaults.max_position_embeddings, most=MAX_POSITIONS)
+    return Sizes(
+        vocab_size=reader.integer("vocab_size", defaults.vocab_size),
+        hidden_size=hidden,
+        intermediate_size=reader.integer("intermediate_size", defaults.intermediate_size),
+        layers=reader.integer("num_hidden_layers", 32, most=MAX_LAYERS),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        act=reader.choice("hidden_act", "silu", ACTIVATIONS),
+        norm_eps=reader.number("rms_norm_eps", 1e-6),
+        max_position_embeddings=longest,
+        rope=read_rope(reader, head_dim, longest),
+    )
+
+
+def _read_head_dim(reader: ConfigReader, defaults: DecoderDefaults, hidden: int, heads: int) -> int:
+    if defaults.head_dim_may_be_null:
+        given = reader.optional_integer("head_dim", defaults.head_dim)
+    else:
+        given = reader.integer("head_dim", defaults.head_dim or 1)
+    if given is None:
+        if hidden % heads:
+            reader.fail("hidden_size", f"a multiple of num_attention_heads ({heads}) where there is no head_dim", actual=hidden)
+        return max(hidden // heads, 2)
+    if given * heads > MAX_SIZE:
+        reader.fail("head_dim", f"head_dim * num_attention_heads up to {MAX_SIZE}", actual=f"{given} * {heads}")
+    return given
+
+
+def read_tied(reader: ConfigReader, names: Collection[str]) -> bool:
+    """Whether the head is the embedding: the configuration must say so, and the checkpoint must hold no head of its own.
+
+    A head in the file is loaded as it stands whatever the flag says; a head that neither is there is missing.
+    """
+    flag = reader.boolean("tie_word_embeddings", False)
+    return flag and not any(name.startswith("lm_head.") for name in names)
+
+
+def read_layer_windows(reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
+    """Windows as Qwen2 and Qwen3 write them: ``use_sliding_window``, ``sliding_window`` and either ``layer_types`` or
+    ``max_window_layers``, the first of which sees everything."""
+    window = reader.optional_integer("sliding_window", 4096, most=MAX_POSITIONS)
+    if not reader.boolean("use_sliding_window", False):
+        window = None
+    types = reader.words("layer_types", layers, ("full_attention", "sliding_attention"))
+    if types is None:
+        first = reader.integer("max_window_layers", 28, least=0)
+        return tuple(window if i >= first else None for i in range(layers))
+    if window is None and "sliding_attention" in types:
+        reader.fail(
+            "layer_types", "full_attention alone, as use_sliding_window is not set", fault=ModelFault.BAD_FIELD, actual="sliding_attention"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def decoder_config(
+    sizes: Sizes,
+    *,
+    windows: tuple[int | None, ...],
+    tied: bool,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    head_norms: bool = False,
+) -> DecoderConfig:
+    """The common fields and a family's own, as one configuration."""
+    return DecoderConfig(
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        act=sizes.act,
+        norm_eps=sizes.norm_eps,
+        max_position_embeddings=sizes.max_position_embeddings,
+        rope=sizes.rope,
+        windows=windows,
+        tied=tied,
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        mlp_bias=mlp_bias,
+        head_norms=head_norms,
+    )
+
+
+def decoder_conditions(config: DecoderConfig) -> tuple[Divides, ...]:
+    """Heads and the intermediate size are split over the ranks; KV heads may be shared by several."""
+    return (
+        Divides("attention heads", config.heads),
+        Divides("key/value heads", config.kv_heads, replicated=True),
+        Divides("elements of intermediate_size", config.intermediate_size),
+    )
+
+
+def build_decoder(
+    config: DecoderConfig,
+    groups: Groups,
+    dtype: torch.dtype,
+    *,
+    attention: Callable[[int], nn.Module] | None = None,
+    mlp: Callable[[int], nn.Module] | None = None,
+) -> CausalLM:
+    """The model of one rank, on the meta device.
+
+    ``attention`` and ``mlp`` make the blocks of a layer, given its number, for families that have others than grouped-query
+    attention and a dense gated MLP.
+    """
+    tp = groups.tp
+
+    def dense_attention(layer: int) -> nn.Module:
+        return Attention(f"layers.{layer}.attn", config.attention, layer=layer, window=config.windows[layer], tp=tp, dtype=dtype)
+
+    def dense_mlp(layer: int) -> nn.Module:
+        return GatedMLP(
+            f"layers.{layer}.mlp", config.hidden_size, config.intermediate_size, config.act, bias=config.mlp_bias, tp=tp, dtype=dtype
+        )
+
+    def norm(slot: str) -> RMSNorm:
+        return RMSNorm(slot, config.hidden_size, config.norm_eps, dtype=dtype)
+
+    layers = [
+        DecoderLayer(
+            (attention or dense_attention)(i),
+            (mlp or dense_mlp)(i),
+            norm(f"layers.{i}.input_norm"),
+            norm(f"layers.{i}.post_attention_norm"),
+        )
+        for i in range(config.layers)
+    ]
+    embed = VocabParallelEmbedding("embed", config.vocab_size, config.hidden_size, tp=tp, dtype=dtype)
+    head = None if config.tied else ParallelLMHead("lm_head", config.vocab_size, config.hidden_size, tp=tp, dtype=dtype)
+    return CausalLM(embed, layers, norm("norm"), head, Rotary(config.rope))

@@ -1,0 +1,69 @@
+"""The model families, and which of them serves an architecture that ``config.json`` names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rtp_llm.errors import ConfigError, Problem
+from rtp_llm.models.family import Family
+from rtp_llm.models.faults import ModelFault
+from rtp_llm.models.reader import CONFIG_FILE
+
+
+def register(families: Iterable[Family]) -> tuple[Family, ...]:
+    """The families as a table, sorted by name.
+
+    Raises:
+        ConfigError: ``DUPLICATE_ARCHITECTURE``, for every name or architecture that stands there twice.
+    """
+    table = tuple(sorted(families, key=lambda family: family.name))
+    owners: dict[str, list[str]] = {}
+    for family in table:
+        for key in (f"family {family.name}", *(f"architecture {a}" for a in family.architectures)):
+            owners.setdefault(key, []).append(family.module)
+    doubled = [
+        Problem(ModelFault.DUPLICATE_ARCHITECTURE, f"{key} is registered twice", expected="one family", actual=", ".join(modules))
+        for key, modules in owners.items()
+        if len(modules) > 1
+    ]
+    if doubled:
+        raise ConfigError(doubled)
+    return table
+
+
+FAMILIES: tuple[Family, ...] = register(
+    (
+        Family("bert", "encoder", ("BertModel", "BertForMaskedLM", "BertForPreTraining"), "rtp_llm.models.bert"),
+        Family("llama", "causal", ("LlamaForCausalLM",), "rtp_llm.models.llama"),
+        Family("mistral", "causal", ("MistralForCausalLM",), "rtp_llm.models.mistral"),
+        Family("qwen2", "causal", ("Qwen2ForCausalLM",), "rtp_llm.models.qwen2"),
+        Family("qwen3", "causal", ("Qwen3ForCausalLM",), "rtp_llm.models.qwen3"),
+        Family(
+            "roberta",
+            "encoder",
+            ("RobertaModel", "RobertaForMaskedLM", "XLMRobertaModel", "XLMRobertaForMaskedLM"),
+            "rtp_llm.models.roberta",
+        ),
+    )
+)
+
+
+def resolve(architectures: Sequence[str], families: Sequence[Family] = FAMILIES) -> Family:
+    """The family of the one architecture that a checkpoint names.
+
+    Raises:
+        ConfigError: ``UNKNOWN_ARCHITECTURE`` where there is none, or not just one, or one that no family knows; the
+            message lists those that are known.
+    """
+    known = {architecture: family for family in families for architecture in family.architectures}
+    if len(architectures) == 1 and architectures[0] in known:
+        return known[architectures[0]]
+    raise ConfigError(
+        Problem(
+            ModelFault.UNKNOWN_ARCHITECTURE,
+            "field architectures",
+            file=CONFIG_FILE,
+            expected=f"one of {', '.join(sorted(known))}",
+            actual=", ".join(map(str, architectures)) or "none",
+        )
+    )

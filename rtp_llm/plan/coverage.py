@@ -1,0 +1,34 @@
+"""Do boxes fill a tensor exactly: no gap, no overlap?  A proof by regions, not by counting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rtp_llm.plan.boxes import Box, Shape, inside, volume, whole
+
+
+def tiles(shape: Shape, boxes: Sequence[Box]) -> bool:
+    """Whether ``boxes`` cover every element of a tensor of ``shape`` once.
+
+    Works slab by slab: the cuts of the first dimension make slabs, and within each slab the boxes that cross it must
+    tile the remaining dimensions.  Empty boxes cover nothing and are ignored.
+    """
+    if len(boxes) == 1:
+        return boxes[0] == whole(shape)
+    if not all(inside(box, shape) for box in boxes):
+        return False
+    return _tiles(shape, [box for box in boxes if volume(box)])
+
+
+def _tiles(shape: Shape, boxes: list[Box]) -> bool:
+    if not shape:
+        return len(boxes) == 1
+    if 0 in shape:
+        return not boxes
+    cuts = sorted({0, shape[0], *(cut for box in boxes for cut in box[0])})
+    index = {cut: i for i, cut in enumerate(cuts)}
+    slabs: list[list[Box]] = [[] for _ in cuts[1:]]
+    for box in boxes:
+        for i in range(index[box[0][0]], index[box[0][1]]):
+            slabs[i].append(box[1:])
+    return all(_tiles(shape[1:], slab) for slab in slabs)

@@ -1,0 +1,225 @@
+"""Checkpoint side and model side meet on the names of slots: here a plan is made, or refused."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+
+from rtp_llm.checkpoint.catalog import Catalog, TensorInfo
+from rtp_llm.checkpoint.dtypes import DTYPES, DTYPES_BY_TORCH_NAME
+from rtp_llm.config.parallel import ParallelConfig
+from rtp_llm.errors import Problem
+from rtp_llm.plan.boxes import Box, Shape, whole
+from rtp_llm.plan.coverage import tiles
+from rtp_llm.plan.dtypes import CASTABLE
+from rtp_llm.plan.faults import PlanFault
+from rtp_llm.plan.ops import Source
+from rtp_llm.plan.pieces import Fill, ParamSpec, Piece
+from rtp_llm.plan.plan import Delivery, LoadPlan, Skipped, Target, agreement_lines, compatible, digest
+from rtp_llm.plan.rules import Mapping, template
+
+
+@dataclass(slots=True)
+class Provided:
+    """What a mapping makes of a catalogue."""
+
+    slots: dict[str, Source] = field(default_factory=dict)
+    skipped: list[Skipped] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def provide(mapping: Mapping, tensors: Iterable[TensorInfo]) -> Provided:
+    """Looks up every tensor's rule; two tensors for one slot, or a tensor used twice or in part, are problems."""
+    found = Provided()
+    for tensor in tensors:
+        key, numbers = template(tensor.name)
+        rule = mapping.by_template.get(key)
+        if rule is None:
+            reason = mapping.skip_reasons.get(key)
+            if reason is None:
+                found.unexpected.append(tensor.name)
+            else:
+                found.skipped.append(Skipped(tensor.name, reason))
+            continue
+        boxes: list[Box] = []
+        for provision in rule.provide(numbers, tensor.shape):
+            source = Source(tensor.name, tensor.shape, provision.ops)
+            other = found.slots.setdefault(provision.slot, source)
+            if other is not source:
+                found.problems.append(_doubled(tensor, provision.slot, other.raw))
+            if source.ops:
+                boxes.append(source.pull(whole(source.slot_shape)))
+        if boxes and not tiles(tensor.shape, boxes):
+            found.problems.append(
+                Problem(
+                    PlanFault.SOURCE_UNCOVERED,
+                    "its logical tensors do not cover it exactly once",
+                    file=tensor.file,
+                    tensor=tensor.name,
+                    expected="a shape that the model's mapping can divide",
+                    actual=str(list(tensor.shape)),
+                )
+            )
+    return found
+
+
+def _doubled(tensor: TensorInfo, slot: str, other: str) -> Problem:
+    return Problem(
+        PlanFault.DOUBLED_TENSOR,
+        f"provides {slot}, which {other} provides as well",
+        file=tensor.file,
+        tensor=tensor.name,
+        expected="one tensor",
+        actual="two",
+        fix="remove one of the two from the checkpoint",
+    )
+
+
+def join(
+    catalog: Catalog,
+    mapping: Mapping,
+    params: Iterable[ParamSpec],
+    *,
+    architecture: str,
+    family: str,
+    parallel: ParallelConfig,
+    dtype: str,
+    bytes_staging: int,
+) -> LoadPlan:
+    """Joins a catalogue with one rank's parameters.
+
+    Args:
+        catalog: a catalogue without problems.
+        mapping: the family's rules and skips.
+        params: the rank's parameters; their tiles must fill each exactly once (asserted: a layer's mistake).
+        architecture, family, parallel, dtype: what the digest and the report name; ``dtype`` is torch's name.
+        bytes_staging: what the transport's buffers take beside the parameters.
+
+    Returns:
+        A plan; with ``problems`` where the two sides do not fit (all of them at once), which must not be carried out.
+    """
+    params = tuple(params)
+    tensors = {t.name: t for t in catalog.tensors}
+    found = provide(mapping, catalog.tensors)
+    needs, wants, fills, problems = _needs(params, found.slots, tensors)
+
+    unused = sorted({source.raw for slot, source in found.slots.items() if slot not in needs})
+    unexpected = tuple(sorted([*found.unexpected, *unused]))
+    absent = sorted(slot for slot in needs if slot not in found.slots)
+    problems += found.problems
+    problems += [_unexpected(tensors[raw]) for raw in unexpected]
+    problems += [_missing(slot, needs[slot], mapping.raw_names(slot)) for slot in absent]
+
+    deliveries = tuple(
+        sorted(
+            (
+                Delivery(slot, tensors[found.slots[slot].raw], found.slots[slot], box, tuple(targets))
+                for (slot, box), targets in wants.items()
+            ),
+            key=lambda d: (d.tensor.file, d.tensor.start, d.slot, d.slot_box),
+        )
+    )
+    model_digest = slots_digest(needs)
+    lines = agreement_lines(architecture, parallel, dtype, catalog.tensors, found.slots, model_digest)
+    return LoadPlan(
+        architecture=architecture,
+        family=family,
+        parallel=parallel,
+        dtype=dtype,
+        params=params,
+        deliveries=deliveries,
+        fills=tuple(fills),
+        skipped=tuple(found.skipped),
+        missing=tuple(sorted((mapping.raw_names(slot) or (slot,))[0] for slot in absent)),
+        unexpected=unexpected,
+        problems=tuple(sorted(problems, key=Problem.sort_key)),
+        notes=catalog.notes,
+        files=catalog.files,
+        tensors=catalog.tensors,
+        slots=found.slots,
+        bytes_resident=sum(prod(p.shape) * DTYPES_BY_TORCH_NAME[p.dtype].bits * DTYPES_BY_TORCH_NAME[p.dtype].packed // 8 for p in params),
+        bytes_staging=bytes_staging,
+        bytes_transient=max((2 * d.nbytes for d in deliveries if not d.passes), default=0),
+        model_digest=model_digest,
+        digest=digest(lines),
+    )
+
+
+def slots_digest(needs: dict[str, Shape]) -> str:
+    """A hash of the logical tensors that the model is made of, which do not depend on the rank."""
+    return digest(f"{slot} {list(needs[slot])}" for slot in sorted(needs))
+
+
+def _needs(
+    params: tuple[ParamSpec, ...], slots: dict[str, Source], tensors: dict[str, TensorInfo]
+) -> tuple[dict[str, Shape], dict[tuple[str, Box], list[Target]], list[tuple[str, Fill]], list[Problem]]:
+    """Goes through the parameters once: the slots they need, who wants which box, fills, shape and dtype problems."""
+    needs: dict[str, Shape] = {}
+    wants: defaultdict[tuple[str, Box], list[Target]] = defaultdict(list)
+    fills: list[tuple[str, Fill]] = []
+    problems: dict[tuple[PlanFault, str], Problem] = {}
+    for param in params:
+        assert tiles(param.shape, [t.local_box for t in param.tiles]), f"{param.name}: tiles do not fill {param.shape} exactly once"
+        for tile in param.tiles:
+            if isinstance(tile, Fill):
+                fills.append((param.name, tile))
+                continue
+            assert compatible(tile.slot_box, tile.local_box), f"{param.name}: {tile} changes shape"
+            assert needs.setdefault(tile.slot, tile.slot_shape) == tile.slot_shape, f"{tile.slot}: layers expect different shapes"
+            source = slots.get(tile.slot)
+            if source is None:
+                continue
+            tensor = tensors[source.raw]
+            problem = _misfit(param, tile, source, tensor)
+            if problem is None:
+                wants[tile.slot, tile.slot_box].append(Target(param.name, tile.local_box))
+            else:
+                problems.setdefault(problem, _describe(problem[0], param, tile, source, tensor))
+    return needs, wants, fills, list(problems.values())
+
+
+def _misfit(param: ParamSpec, piece: Piece, source: Source, tensor: TensorInfo) -> tuple[PlanFault, str] | None:
+    if (source.slot_shape if source.ops else source.shape) != piece.slot_shape:
+        return PlanFault.SHAPE_MISMATCH, piece.slot
+    stored = DTYPES[tensor.dtype].torch_name
+    if stored != param.dtype and not (tensor.dtype in CASTABLE and param.dtype in CASTABLE.values()):
+        return PlanFault.DTYPE_MISMATCH, piece.slot
+    return None
+
+
+def _describe(fault: PlanFault, param: ParamSpec, piece: Piece, source: Source, tensor: TensorInfo) -> Problem:
+    if fault is PlanFault.SHAPE_MISMATCH:
+        what = "does not have the shape that config.json asks for"
+        expected, actual = str(list(piece.slot_shape)), str(list(source.slot_shape))
+        fix = "check that config.json belongs to these weights"
+    else:
+        what = f"is stored in a dtype that {param.name} cannot take"
+        expected, actual = f"one of {sorted(CASTABLE)}" if param.dtype in CASTABLE.values() else param.dtype, tensor.dtype
+        fix = "a quantised checkpoint must say so in config.json; convert this one, or choose another"
+    return Problem(fault, what, file=tensor.file, tensor=tensor.name, expected=expected, actual=actual, fix=fix)
+
+
+def _unexpected(tensor: TensorInfo) -> Problem:
+    return Problem(
+        PlanFault.UNEXPECTED_TENSOR,
+        "the model has no place for it",
+        file=tensor.file,
+        tensor=tensor.name,
+        expected="a tensor of this architecture, within the sizes of config.json",
+        actual=f"{tensor.dtype} {list(tensor.shape)}",
+        fix="check architectures and sizes in config.json; a tensor that may be left out needs a skip rule",
+    )
+
+
+def _missing(slot: str, shape: Shape, names: tuple[str, ...]) -> Problem:
+    return Problem(
+        PlanFault.MISSING_TENSOR,
+        f"the model needs it ({slot}), and the checkpoint does not hold it",
+        tensor=names[0] if names else slot,
+        expected=str(list(shape)) + (f", also known as {', '.join(names[1:])}" if names[1:] else ""),
+        actual="nothing",
+        fix="the checkpoint is incomplete, or config.json belongs to another one",
+    )

@@ -1,0 +1,187 @@
+"""The plan: what is read, where it goes, what it costs.  Frozen; every other view (JSON, text, preflight) derives from it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from rtp_llm.checkpoint.catalog import FileInfo, TensorInfo
+from rtp_llm.checkpoint.dtypes import DTYPES
+from rtp_llm.config.parallel import ParallelConfig
+from rtp_llm.errors import PlanError, Problem
+from rtp_llm.plan.boxes import Box, extent, volume
+from rtp_llm.plan.ops import Source
+from rtp_llm.plan.pieces import Fill, ParamSpec
+from rtp_llm.plan.ranges import parts
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A place in a local parameter."""
+
+    param: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """``slot_box`` of ``slot``, which ``tensor`` provides through ``source``, and every local place that wants it.
+
+    Each delivery's bytes are read once, however many targets it has.
+    """
+
+    slot: str
+    tensor: TensorInfo
+    source: Source
+    slot_box: Box
+    targets: tuple[Target, ...]
+
+    @property
+    def raw_box(self) -> Box:
+        """The box of the raw tensor to read."""
+        return self.source.pull(self.slot_box)
+
+    @property
+    def passes(self) -> bool:
+        """Whether just the wanted bytes are read: no op needs more, and the tensor is row-major in its file."""
+        return self.tensor.strides is None and self.source.passes(self.slot_box)
+
+    @property
+    def verbatim(self) -> bool:
+        """Whether the bytes of ``raw_box``, end to end, are those of ``slot_box``: no op moves elements."""
+        return all(op.verbatim for op in self.source.ops)
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """torch's name of the dtype in the file."""
+        return DTYPES[self.tensor.dtype].torch_name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read from the file."""
+        if self.tensor.strides is not None:
+            return self.tensor.nbytes
+        return volume(self.raw_box) * self.tensor.nbytes // max(1, prod(self.tensor.shape))
+
+    def parts(self, most_bytes: int) -> Iterator[Delivery]:
+        """This delivery cut into parts of at most ``most_bytes`` read, along the raw tensor's leading dimensions; one
+        that does not pass a box stays whole."""
+        if not self.passes or self.nbytes <= most_bytes:
+            yield self
+            return
+        elements = max(1, most_bytes * prod(self.tensor.shape) // self.tensor.nbytes)
+        for raw_box in parts(self.raw_box, elements):
+            slot_box = self.source.push(raw_box)
+            moved = tuple(replace(t, box=_within(t.box, self.slot_box, slot_box)) for t in self.targets)
+            yield replace(self, slot_box=slot_box, targets=moved)
+
+
+def _within(local: Box, outer: Box, inner: Box) -> Box:
+    """The part of ``local`` that belongs to ``inner``, where ``local`` as a whole belongs to ``outer``.
+
+    ``local`` may have leading dimensions of extent 1 before the slot's own.
+    """
+    lead = len(local) - len(outer)
+    tail = ((a + i - o, a + j - o) for (a, _), (o, _), (i, j) in zip(local[lead:], outer, inner, strict=True))
+    return (*local[:lead], *tail)
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A checkpoint tensor that a named rule leaves out."""
+
+    raw: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """One rank's load.
+
+    ``digest`` is the part on which all ranks must agree (files, tensors, mapping, sizes, dtype; no path, no rank);
+    ``predicted_peak_bytes`` counts this rank's parameters, the transport's staging buffers and the largest tensor that
+    has to be read whole.  ``missing``, ``unexpected`` and ``problems`` are empty in a plan that may be carried out.
+    """
+
+    architecture: str
+    family: str
+    parallel: ParallelConfig
+    dtype: str
+    params: tuple[ParamSpec, ...]
+    deliveries: tuple[Delivery, ...]
+    fills: tuple[tuple[str, Fill], ...]
+    skipped: tuple[Skipped, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    notes: tuple[Problem, ...]
+    files: tuple[FileInfo, ...]
+    tensors: tuple[TensorInfo, ...] = field(repr=False)
+    slots: Mapping[str, Source] = field(repr=False)
+    bytes_resident: int
+    bytes_staging: int
+    bytes_transient: int
+    model_digest: str
+    digest: str
+
+    def agreement_lines(self) -> Iterator[str]:
+        """What :attr:`digest` is made of; see the function of this name."""
+        return agreement_lines(self.architecture, self.parallel, self.dtype, self.tensors, self.slots, self.model_digest)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that this rank reads from storage."""
+        return sum(d.nbytes for d in self.deliveries)
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        return self.bytes_resident + self.bytes_staging + self.bytes_transient
+
+    @property
+    def parameters(self) -> int:
+        """Elements of this rank's parameters, padding included."""
+        return sum(prod(p.shape) for p in self.params)
+
+    def raise_for_problems(self) -> None:
+        """Raises ``PlanError`` with everything that forbids this load."""
+        if self.problems:
+            raise PlanError(self.problems)
+
+
+def agreement_lines(
+    architecture: str,
+    parallel: ParallelConfig,
+    dtype: str,
+    tensors: tuple[TensorInfo, ...],
+    slots: Mapping[str, Source],
+    model_digest: str,
+) -> Iterator[str]:
+    """What all ranks must have in common, a line each, in a fixed order; the digest is their hash.
+
+    Lines are compared when digests differ, so that the first difference can be named.
+    """
+    yield f"architecture {architecture} dtype {dtype} tp_size {parallel.tp_size} ep_size {parallel.ep_size}"
+    yield f"logical tensors {model_digest}"
+    for t in tensors:
+        yield f"tensor {t.name} {t.dtype} {list(t.shape)} in {t.file} at {t.start}"
+    for slot in sorted(slots):
+        source = slots[slot]
+        yield f"slot {slot} from {source.raw} {source.ops!r}"
+
+
+def digest(lines: Iterator[str]) -> str:
+    """SHA-256 over lines, in hexadecimal."""
+    sha = hashlib.sha256()
+    for line in lines:
+        sha.update(line.encode())
+        sha.update(b"\n")
+    return sha.hexdigest()
+
+
+def compatible(slot_box: Box, local_box: Box) -> bool:
+    """Whether a slot's box may fill a parameter's: same extents, but for leading dimensions of extent 1."""
+    slot, local = extent(slot_box), extent(local_box)
+    lead = len(local) - len(slot)
+    return lead >= 0 and local[lead:] == slot and all(n == 1 for n in local[:lead])

@@ -1,0 +1,76 @@
+"""Which bytes of a row-major tensor a box is made of, and how a box is cut into parts that fit a buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from rtp_llm.plan.boxes import Box, Shape, extent, volume
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """A box of a contiguous tensor as equal runs of bytes: run ``i`` is ``[offsets[i], offsets[i] + length)``.
+
+    Offsets count from the tensor's first byte.  In the order of ``offsets`` the runs, laid end to end, are the box in
+    row-major order.
+    """
+
+    offsets: tuple[int, ...]
+    length: int
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.offsets) * self.length
+
+
+def byte_runs(shape: Shape, box: Box, bits: int) -> Runs:
+    """The runs of ``box`` in a contiguous tensor of ``shape`` with ``bits`` for each element.
+
+    Elements smaller than a byte must begin and end on whole bytes in the last dimension, else ``ValueError``.
+    """
+    if volume(box) == 0:
+        return Runs((), 0)
+    inner = len(shape)  # dimensions from here on are covered whole, so they are part of one run
+    while inner > 0 and box[inner - 1] == (0, shape[inner - 1]):
+        inner -= 1
+    below = prod(shape[inner:])  # elements in one index of dimension inner - 1
+    if inner == 0:
+        return Runs((0,), _bytes(below, bits))
+    first, last = box[inner - 1]
+    length = _bytes((last - first) * below, bits)
+    offsets = [_bytes(first * below, bits)]
+    step = shape[inner - 1] * below
+    for dimension in range(inner - 2, -1, -1):
+        start, stop = box[dimension]
+        stride = _bytes(step, bits)
+        offsets = [index * stride + offset for index in range(start, stop) for offset in offsets]
+        step *= shape[dimension]
+    return Runs(tuple(offsets), length)
+
+
+def _bytes(elements: int, bits: int) -> int:
+    size, rest = divmod(elements * bits, 8)
+    if rest:
+        raise ValueError(f"{elements} elements of {bits} bits do not end on a byte")
+    return size
+
+
+def parts(box: Box, most: int) -> Iterator[Box]:
+    """Cuts ``box`` along its leading dimensions into boxes of at most ``most`` elements (at least one element each),
+    in row-major order."""
+    if volume(box) <= most or not box:
+        yield box
+        return
+    shape = extent(box)
+    rest = prod(shape[1:])
+    (start, stop), tail = box[0], box[1:]
+    if rest <= most:
+        rows = max(1, most // max(1, rest))
+        for a in range(start, stop, rows):
+            yield ((a, min(a + rows, stop)), *tail)
+    else:
+        for a in range(start, stop):
+            for sub in parts(tail, most):
+                yield ((a, a + 1), *sub)

@@ -1,0 +1,15 @@
+"""Everything that can go wrong while bytes move."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class TransportFault(Enum):
+    """Faults of reading and placing."""
+
+    FILE_CHANGED = "a file is not what it was when its header was read"
+    SHORT_READ = "a file ended before its data did"
+    IO_ERROR = "the operating system could not read"
+    NOT_AVAILABLE = "a transport that cannot be used here was asked for"
+    VERIFY_FAILED = "a loaded weight is not what the file holds"

@@ -1,0 +1,71 @@
+"""What every transport is, and what it hands bytes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from rtp_llm.plan.plan import Delivery, LoadPlan
+
+
+class Sink(Protocol):
+    """Where bytes go.  Called from several threads, for disjoint places; it alone writes parameters."""
+
+    def direct(self, part: Delivery) -> memoryview | None:
+        """The final place of ``part`` as writable host memory, if its bytes, as they stand in the file, belong there
+        end to end; None where they have to go through :meth:`place`."""
+
+    def place(self, part: Delivery, content: torch.Tensor) -> None:
+        """Puts ``content``, the raw tensor's ``part.raw_box`` in its stored dtype, into all of the part's targets.
+
+        ``content`` is valid only until the work queued on the current stream is done (on the CPU: during the call).
+        """
+
+
+class Progress(Protocol):
+    """Shown while bytes move; ``advance`` is called from several threads."""
+
+    def start(self, total_bytes: int) -> None: ...
+
+    def advance(self, nbytes: int) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class Quiet:
+    """No progress."""
+
+    def start(self, total_bytes: int) -> None: ...
+
+    def advance(self, nbytes: int) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a transport did: bytes read from storage, bytes copied once more on the host or the device before they were
+    in place, and tensors that had to be read whole although a part was wanted."""
+
+    bytes_read: int
+    bytes_copied: int
+    slow_path: int
+
+
+class Transport(Protocol):
+    """Moves what a plan says, and decides nothing about it."""
+
+    #: As it stands in reports: ``scratch``, ``fastsafetensors``.
+    name: str
+
+    def deliver(self, plan: LoadPlan, sink: Sink, progress: Progress, check: Callable[[], None]) -> Moved:
+        """Hands every delivery of ``plan``, whole or in parts, to ``sink`` exactly once.
+
+        ``check`` is called between parts and raises what ends the load (another rank's error).
+
+        Raises:
+            TransportError: I/O errors, and files that are not what the catalogue saw.
+        """

@@ -1,0 +1,95 @@
+"""Open files of a checkpoint, read by position.
+
+``pread`` rather than ``mmap``: a file that is cut while it is mapped kills the process (SIGBUS), and page faults over a
+network file system are an order of magnitude slower than reads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from rtp_llm.checkpoint.catalog import FileInfo, TensorInfo
+from rtp_llm.errors import Problem, TransportError
+from rtp_llm.transport.faults import TransportFault
+
+
+class Files:
+    """The catalogue's files of one directory, opened on first use and closed with the context."""
+
+    def __init__(self, directory: str, files: Sequence[FileInfo]) -> None:
+        self._directory = Path(directory)
+        self._files: Mapping[str, FileInfo] = {f.name: f for f in files}
+        self._open: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def _descriptor(self, name: str) -> int:
+        with self._lock:
+            descriptor = self._open.get(name)
+            if descriptor is None:
+                descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC)
+                self._open[name] = descriptor
+                size = os.fstat(descriptor).st_size
+                if size != self._files[name].size:
+                    raise TransportError(
+                        Problem(
+                            TransportFault.FILE_CHANGED,
+                            "its size has changed since its header was read",
+                            file=name,
+                            expected=f"{self._files[name].size} bytes",
+                            actual=f"{size} bytes",
+                            fix="wait until the download or copy has finished, and load again",
+                        )
+                    )
+            return descriptor
+
+    def read(self, tensor: TensorInfo, offsets: Sequence[int], length: int, into: memoryview) -> None:
+        """Fills ``into`` with runs of ``length`` bytes of ``tensor``, at ``offsets`` from its first byte, end to end.
+
+        Raises:
+            TransportError: naming file and tensor, where the file ends early or the system reports an error.
+        """
+        try:
+            descriptor = self._descriptor(tensor.file)
+            for run, offset in enumerate(offsets):
+                at, got, goal = run * length, 0, length
+                while got < goal:
+                    count = os.preadv(descriptor, [into[at + got : at + goal]], tensor.start + offset + got)
+                    if count == 0:
+                        raise TransportError(_short(tensor, tensor.start + offset + goal, tensor.start + offset + got))
+                    got += count
+        except OSError as error:
+            raise TransportError(
+                Problem(
+                    TransportFault.IO_ERROR,
+                    f"could not be read: {error.strerror}",
+                    file=tensor.file,
+                    tensor=tensor.name,
+                    expected=f"{length} bytes",
+                    actual=f"errno {error.errno}",
+                    fix="check the disk or the network file system, then load again",
+                )
+            ) from error
+
+
+def _short(tensor: TensorInfo, expected: int, actual: int) -> Problem:
+    return Problem(
+        TransportFault.SHORT_READ,
+        "the file was cut while it was read",
+        file=tensor.file,
+        tensor=tensor.name,
+        expected=f"{expected} bytes",
+        actual=f"{actual} bytes",
+        fix="download the file again",
+    )

@@ -1,0 +1,39 @@
+"""Fixtures for every test.  Helpers that are not fixtures lie in ``tests/support``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT, child_env
+
+# Before torch or transformers are imported anywhere: no test reaches a hub, and workers do not fight for cores.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def fetched(name: str) -> Path:
+    """A checkpoint of ``tools/fetch_models.py``.  Where it cannot be had the test fails: a skip would hide it."""
+    cache = Path(os.environ.get("RTP_LLM_TEST_MODELS", ROOT / ".cache" / "models"))
+    command = [sys.executable, str(ROOT / "tools" / "fetch_models.py"), name, "--cache", str(cache)]
+    done = subprocess.run(command, env=child_env(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.fail(f"{name} cannot be had: {done.stderr.strip()}", pytrace=False)
+    return cache / name
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct: 272 bfloat16 tensors in three safetensors shards, tied embeddings, 9 heads, 3 KV heads."""
+    return fetched("smollm2")
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """all-MiniLM-L6-v2: a BERT encoder in one float32 safetensors file, with its pooling configuration."""
+    return fetched("minilm")

@@ -1,0 +1,1 @@
+"""What several tests need: import as ``tests.support.<module>``."""

@@ -1,0 +1,22 @@
+"""What a process of ``run_ranks`` runs: ``python -m tests.support.rank_main FILE FUNCTION ARGUMENTS RESULT``."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import sys
+from pathlib import Path
+
+
+def main(file: str, name: str, arguments: str, result: str) -> None:
+    spec = importlib.util.spec_from_file_location("rank_target", file)
+    assert spec is not None and spec.loader is not None, file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["rank_target"] = module
+    spec.loader.exec_module(module)
+    value = getattr(module, name)(*pickle.loads(Path(arguments).read_bytes()))
+    Path(result).write_bytes(pickle.dumps(value))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

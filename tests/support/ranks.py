@@ -1,0 +1,206 @@
+"""N real processes that torchrun could have started, for tests of what ranks do together.
+
+``run_ranks(3, worker, "argument")`` calls a function in three fresh processes; ``run_commands([...])`` gives each rank
+a Python command line of its own.  Every process has torchrun's environment (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
+``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, ...) and one torch thread.  As with torchrun, the rendezvous
+store lives in the parent: its port is bound before any rank starts, so no port can be lost to another test, and it
+outlives every rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch.distributed as dist
+
+from tests.support.paths import ROOT, child_env
+
+#: How long a rank that hangs may take to print its stacks (faulthandler, on SIGABRT) before it is killed.
+STACK_SECONDS = 2.0
+
+#: Between two looks at the processes; a rank's ``seconds`` are this exact.
+POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How one rank ended.  ``returncode`` is negative for a signal, as in ``subprocess``; ``seconds`` are from the
+    common start to its end; ``value`` is what the function returned, None for commands and failed ranks."""
+
+    rank: int
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+    value: Any = None
+
+    def __str__(self) -> str:
+        head = f"rank {self.rank}: exit code {self.returncode} after {self.seconds:.1f} s"
+        return "\n".join([head, "--- stdout", self.stdout, "--- stderr", self.stderr])
+
+
+class RanksFailed(AssertionError):
+    """A rank failed, or did not end in time.  ``results`` has what every rank said."""
+
+    def __init__(self, what: str, results: Sequence[RankResult]) -> None:
+        self.results = tuple(results)
+        super().__init__("\n".join([what, *map(str, results)]))
+
+
+class RanksTimedOut(RanksFailed):
+    """Some ranks had to be killed; their stacks are in their stderr."""
+
+
+def run_ranks(
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    check: bool = True,
+    env: Mapping[str, str] | None = None,
+) -> list[RankResult]:
+    """Call ``function(*args)`` in ``size`` processes; results in rank order.
+
+    ``function`` stands at the top level of a file, which each rank imports anew, so the file must do no work on
+    import; it learns its rank from the environment and sets up its process group itself.  Arguments and the returned
+    value travel by pickle (builtins, tensors, classes of importable modules).  Raises ``RanksTimedOut`` after
+    ``timeout`` seconds, and with ``check`` ``RanksFailed`` where a rank's exit code is not 0.
+    """
+    file, name = inspect.getsourcefile(function), function.__qualname__
+    assert file is not None and name.isidentifier(), f"{name} does not stand at the top level of a file"
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        call = Path(folder, "call")
+        call.write_bytes(pickle.dumps(args))
+        values = [Path(folder, f"value{rank}") for rank in range(size)]
+        commands = [["-m", "tests.support.rank_main", file, name, str(call), str(value)] for value in values]
+        results = run_commands(commands, timeout=timeout, check=check, env=env)
+        return [_with_value(result, value) for result, value in zip(results, values, strict=True)]
+
+
+def run_commands(
+    commands: Iterable[Sequence[str]],
+    *,
+    timeout: float = 60.0,
+    check: bool = True,
+    env: Mapping[str, str] | None = None,
+) -> list[RankResult]:
+    """Run ``python *command`` for each command, one rank each; e.g. ``["-m", "rtp_llm.cli", "load", path]``.
+
+    Output goes through files, so a rank that says much blocks nobody.  Raises as ``run_ranks`` does.
+    """
+    commands = [list(command) for command in commands]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        ranks = [
+            _Rank(rank, command, _rank_env(rank, len(commands), store.port, env), Path(folder)) for rank, command in enumerate(commands)
+        ]
+        try:
+            late = _wait(ranks, time.monotonic() + timeout)
+        finally:
+            for rank in ranks:
+                rank.end()
+        results = [rank.result() for rank in ranks]
+    if late:
+        raise RanksTimedOut(f"ranks {late} did not end within {timeout} s", results)
+    failed = [result.rank for result in results if result.returncode]
+    if check and failed:
+        raise RanksFailed(f"ranks {failed} failed", results)
+    return results
+
+
+def _rank_env(rank: int, size: int, port: int, extra: Mapping[str, str] | None) -> dict[str, str]:
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": 0,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        # torchrun's word for "rank 0 need not start the store, it is there".
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    return child_env({name: str(value) for name, value in names.items()} | dict(extra or {}))
+
+
+class _Rank:
+    """One process, the leader of its own process group so that its children end with it."""
+
+    def __init__(self, rank: int, command: Sequence[str], env: Mapping[str, str], folder: Path) -> None:
+        self.rank = rank
+        self.out, self.err = (self._file(folder, kind) for kind in ("out", "err"))
+        self.started = time.monotonic()
+        self.ended: float | None = None
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            env=dict(env),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=self.out,
+            stderr=self.err,
+            start_new_session=True,
+        )
+
+    def _file(self, folder: Path, kind: str) -> IO[bytes]:
+        return (folder / f"{self.rank}.{kind}").open("w+b")
+
+    def running(self) -> bool:
+        if self.process.poll() is None:
+            return True
+        self.ended = self.ended or time.monotonic()
+        return False
+
+    def signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            pass  # The whole group is gone, which is what is wanted.
+
+    def end(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+        self.running()
+
+    def result(self) -> RankResult:
+        assert self.ended is not None
+        return RankResult(self.rank, self.process.returncode, self._text(self.out), self._text(self.err), self.ended - self.started)
+
+    def _text(self, file: IO[bytes]) -> str:
+        with file:
+            file.seek(0)
+            return file.read().decode(errors="replace")
+
+
+def _any_runs(ranks: Sequence[_Rank]) -> bool:
+    """Asks every rank, so that each one's end is noted when it happens."""
+    return True in [rank.running() for rank in ranks]
+
+
+def _wait(ranks: Sequence[_Rank], deadline: float) -> list[int]:
+    """Until all have ended or the deadline; returns who had not, after they printed their stacks."""
+    while _any_runs(ranks) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    late = [rank for rank in ranks if rank.running()]
+    for rank in late:
+        rank.signal(signal.SIGABRT)
+    stacks_until = time.monotonic() + STACK_SECONDS
+    while _any_runs(late) and time.monotonic() < stacks_until:
+        time.sleep(POLL_SECONDS)
+    return [rank.rank for rank in late]
+
+
+def _with_value(result: RankResult, file: Path) -> RankResult:
+    if not file.exists():
+        return result
+    return RankResult(result.rank, result.returncode, result.stdout, result.stderr, result.seconds, pickle.loads(file.read_bytes()))

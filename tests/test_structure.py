@@ -1,0 +1,73 @@
+"""What holds for the tree as a whole and no single package can promise."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from rtp_llm.version import __version__
+from tests.support.paths import ROOT, child_env
+
+
+def loaded_by(statement: str) -> set[str]:
+    script = f"import sys; {statement}; print('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], env=child_env(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import rtp_llm.checkpoint.catalog", {"torch", "numpy", "transformers"}),
+        ("import rtp_llm.errors, rtp_llm.version", {"torch", "numpy", "transformers"}),
+        ("import rtp_llm.config", {"torch", "transformers"}),
+        ("import rtp_llm.cli", {"torch", "transformers"}),
+    ],
+)
+def test_light_modules_load_nothing_heavy(statement: str, absent: set[str]) -> None:
+    """A catalogue, a setting or ``--help`` costs no import of torch: seconds, and hundreds of megabytes."""
+    assert not absent & loaded_by(statement)
+
+
+def test_planning_uses_no_process_groups() -> None:
+    """A plan is a pure function of its inputs: nothing in ``plan`` or ``checkpoint`` imports ``torch.distributed``."""
+    files = [*ROOT.glob("rtp_llm/plan/**/*.py"), *ROOT.glob("rtp_llm/checkpoint/**/*.py")]
+    assert files
+    assert [file.name for file in files if any(name.startswith("torch.distributed") for name in imports(file))] == []
+
+
+def imports(file: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_version_is_stated_once() -> None:
+    """The installed distribution has the version of ``rtp_llm/version.py``; a stale editable install fails here."""
+    assert metadata.version("rtp-llm") == __version__
+
+
+def test_every_requirement_is_pinned_within_its_range() -> None:
+    """Each line of ``requirements.in`` and ``dev.in`` has exact pins in ``requirements_dev.txt``, inside the range."""
+    from packaging.requirements import Requirement
+
+    def lines(name: str) -> list[Requirement]:
+        text = (ROOT / "deps" / name).read_text()
+        return [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
+
+    pins = [(re.sub(r"[-_.]+", "-", pin.name).lower(), str(pin.specifier).removeprefix("==")) for pin in lines("requirements_dev.txt")]
+    for wanted in [*lines("requirements.in"), *lines("dev.in")]:
+        versions = [version for name, version in pins if name == wanted.name]
+        assert versions, f"{wanted.name} has no pin: make pins"
+        assert all(version in wanted.specifier for version in versions), f"{wanted} against {versions}: make pins"
