@@ -36,6 +36,11 @@ def requirement(distribution):
     """The platform's own build of a distribution that every platform's lock has, as a list of one label."""
     return platform_select({p: [_hub_label(p, distribution)] for p in ALL_PLATFORMS})
 
+def base_deps():
+    """What deps/requirements.in names beside torch, from the platform's lock."""
+    names = [_distribution(r) for r in REQUIREMENTS if _distribution(r) != "torch"]
+    return platform_select({p: [_hub_label(p, name) for name in names] for p in ALL_PLATFORMS})
+
 def torch_deps():
     """The platform's torch and whatever files go with it."""
     return platform_select({

@@ -28,6 +28,7 @@ class Entry:
     """One package of a lock."""
 
     name: str
+    extras: tuple[str, ...]
     version: str
     url: str | None
     sha256: str
@@ -35,7 +36,8 @@ class Entry:
 
     def render(self) -> str:
         """The entry's three lines."""
-        what = f"{self.name} @ {self.url}" if self.url else f"{self.name}=={self.version}"
+        name = f"{self.name}[{','.join(self.extras)}]" if self.extras else self.name
+        what = f"{name} @ {self.url}" if self.url else f"{name}=={self.version}"
         return f"{what} \\\n    --hash=sha256:{self.sha256}\n    # {self.file_name}\n"
 
 
@@ -142,15 +144,16 @@ def _parse_entry(block: list[str]) -> tuple[Entry | None, list[str]]:
         version = version_in_url(url)
     elif "==" in what:
         name, version = what.split("==", 1)
+    name, _, extras = name.strip().removesuffix("]").partition("[")
     faults = []
-    if ";" in what or "[" in name or not version or " " in version:
-        faults.append(f"{what}: expected name==version or name @ url, without extras or markers")
+    if ";" in what or not version or " " in version:
+        faults.append(f"{what}: expected name==version or name @ url, without a marker")
     rest = "\n".join(block[1:])
     hashes = _HASH.findall(rest)
     files = [line.strip().removeprefix("# ") for line in block[1:] if line.strip().startswith("# ")]
     if len(hashes) != 1:
-        faults.append(f"{name.strip()}: expected one sha256, found {len(hashes)}")
+        faults.append(f"{name}: expected one sha256, found {len(hashes)}")
     if len(files) != 1:
-        faults.append(f"{name.strip()}: expected the name of one file, found {len(files)}")
-    entry = Entry(name.strip(), version.strip(), url, hashes[0] if hashes else "", files[0] if files else "")
+        faults.append(f"{name}: expected the name of one file, found {len(files)}")
+    entry = Entry(name, tuple(e for e in extras.split(",") if e), version.strip(), url, hashes[0] if hashes else "", files[0] if files else "")
     return entry, faults

@@ -18,10 +18,11 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from packaging.markers import Marker
+from packaging.requirements import Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from uv import find_uv_bin
 
-from arch_config.table import Platform
+from arch_config.table import Platform, requirement_lines
 from deps.locks import Entry, Lock, render_input
 
 #: A host that has not answered a HEAD request in this many seconds counts as out of reach.
@@ -83,23 +84,24 @@ def resolve(platform: Platform, base: str, current: Lock | None, upgrade: bool) 
             pins.write_text("".join(f"{entry.name}=={entry.version}\n" for entry in current.entries if not entry.url))
         (work / "constraints.txt").write_text("".join(line + "\n" for line in platform.constraints()))
         target = ["--python-platform", UV_PLATFORM[platform.cpu], "--python-version", platform.python, "--only-binary", ":all:"]
-        run_uv(work, "platform.in", "-c", "constraints.txt", *target, "--no-annotate", "-o", pins.name)
+        run_uv(work, "platform.in", "-c", "constraints.txt", *target, "--no-annotate", "--no-strip-extras", "-o", pins.name)
         run_uv(work, pins.name, *target, "--no-deps", "--format", "pylock.toml", "-o", "pylock.toml")
+        extras = {canonicalize_name(r.name): tuple(sorted(r.extras)) for r in map(Requirement, requirement_lines(pins.read_text()))}
         packages = tomllib.loads((work / "pylock.toml").read_text())["packages"]
     environment = platform.marker_environment()
     wanted = [package for package in packages if "marker" not in package or Marker(package["marker"]).evaluate(environment)]
-    return sorted((_entry(platform, package) for package in wanted), key=lambda entry: entry.name)
+    return sorted((_entry(platform, package, extras) for package in wanted), key=lambda entry: entry.name)
 
 
 def _file_name(url: str) -> str:
     return unquote(urlsplit(url).path.rsplit("/", 1)[-1])
 
 
-def _entry(platform: Platform, package: dict[str, Any]) -> Entry:
+def _entry(platform: Platform, package: dict[str, Any], extras: dict[str, tuple[str, ...]]) -> Entry:
     name = canonicalize_name(package["name"])
     if "archive" in package:
         url, sha256 = package["archive"]["url"], package["archive"]["hashes"]["sha256"]
-        return Entry(name, package["version"], url, sha256, _file_name(url))
+        return Entry(name, extras.get(name, ()), package["version"], url, sha256, _file_name(url))
     best = {tag: rank for rank, tag in enumerate(platform.tags())}
     ranked = []
     for wheel in package.get("wheels", []):
@@ -113,4 +115,4 @@ def _entry(platform: Platform, package: dict[str, Any]) -> Entry:
     if not ranked:
         raise ResolveError(f"{platform.name}: {name} {package['version']}: no wheel for Python {platform.python} on {platform.cpu}")
     _, file_name, sha256 = min(ranked)
-    return Entry(name, package["version"], None, sha256, file_name)
+    return Entry(name, extras.get(name, ()), package["version"], None, sha256, file_name)

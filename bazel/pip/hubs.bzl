@@ -7,7 +7,7 @@ repository of its own that runs pip only when a target of the build needs it.
 
 load("//arch_config:platforms.bzl", "PLATFORMS")
 load("//bazel/compat:local_python.bzl", "local_interpreter")
-load(":lock.bzl", "index_form", "parse_lock")
+load(":lock.bzl", "distribution_label", "index_form", "parse_lock")
 
 # Tests and tools run on the machine that builds, with the Python of lane cpu.
 HOST_PYTHON = PLATFORMS["cpu"]["python"]
@@ -23,16 +23,16 @@ def _pip_platforms(cpu):
     return tags
 
 def hubs():
-    """Every hub: name -> struct(lock, python, pip_platforms). An empty pip_platforms means the host's own."""
+    """Every hub: name -> struct(lock, python, cpu). An empty cpu means the host's own."""
     found = {
         "pip_" + p: struct(
             lock = "//deps:requirements_lock_{}.txt".format(p),
             python = PLATFORMS[p]["python"],
-            pip_platforms = _pip_platforms(PLATFORMS[p]["cpu"]),
+            cpu = PLATFORMS[p]["cpu"],
         )
         for p in sorted(PLATFORMS.keys())
     }
-    found["pip_tools"] = struct(lock = "//deps:requirements_lock_tools.txt", python = HOST_PYTHON, pip_platforms = [])
+    found["pip_tools"] = struct(lock = "//deps:requirements_lock_tools.txt", python = HOST_PYTHON, cpu = "")
     return found
 
 def _locks_impl(rctx):
@@ -45,13 +45,16 @@ def _locks_impl(rctx):
     for lock, hub in rctx.attr.locks.items():
         facts = hubs()[hub]
         packages = parse_lock(rctx.read(lock), str(lock))
-        lines.append("    pip_hub(name = %r, packages = %r)" % (hub, [p.name for p in packages]))
+        lines.append("    known = %r" % [p.name for p in packages])
+        lines.append("    pip_hub(name = %r, packages = known)" % hub)
         for package in packages:
-            lines.append("    pip_package(name = %r, requirement = %r, python = %r, pip_platforms = %r)" % (
+            lines.append("    pip_package(name = %r, hub = %r, requirement = %r, extras = %r, known = known, python = %r, cpu = %r)" % (
                 "{}_{}".format(hub, package.name),
+                hub,
                 package.requirement,
+                package.extras,
                 facts.python,
-                facts.pip_platforms,
+                facts.cpu,
             ))
     rctx.file("BUILD.bazel", "")
     rctx.file("install.bzl", "\n".join(lines) + "\n")
@@ -94,6 +97,7 @@ py_library(
     name = "pkg",
     data = ["site"],
     imports = ["site"],
+    deps = {deps},
 )
 """
 
@@ -112,9 +116,9 @@ def _pip_install(rctx, requirement):
         "--target=site",
         "--requirement=requirements.txt",
     ]
-    if rctx.attr.pip_platforms:
+    if rctx.attr.cpu:
         command += ["--implementation=cp", "--python-version=" + rctx.attr.python]
-        command += ["--platform=" + p for p in rctx.attr.pip_platforms]
+        command += ["--platform=" + p for p in _pip_platforms(rctx.attr.cpu)]
     return rctx.execute(command, timeout = 1800, environment = {"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
 
 def _package_impl(rctx):
@@ -132,12 +136,28 @@ def _package_impl(rctx):
 
     # A requirement whose marker does not hold here installs nothing.
     rctx.execute(["mkdir", "-p", "site"])
-    rctx.file("BUILD.bazel", _PACKAGE_BUILD)
+    rctx.file("BUILD.bazel", _PACKAGE_BUILD.format(deps = [
+        "@{}//{}".format(rctx.attr.hub, name)
+        for name in _requires(rctx)
+        if name in rctx.attr.known
+    ]))
+
+def _requires(rctx):
+    """What the installed distribution's own metadata requires on its platform, as names in labels."""
+    python = local_interpreter(rctx, HOST_PYTHON)
+    script = rctx.path(Label("//bazel/pip:requires.py"))
+    result = rctx.execute([python, script, "site", rctx.attr.python, rctx.attr.cpu] + rctx.attr.extras)
+    if result.return_code:
+        fail("{}: {}".format(rctx.name, result.stderr))
+    return [distribution_label(name) for name in result.stdout.split("\n") if name]
 
 pip_package = repository_rule(
     implementation = _package_impl,
     attrs = {
-        "pip_platforms": attr.string_list(mandatory = True),
+        "cpu": attr.string(mandatory = True),
+        "extras": attr.string_list(mandatory = True),
+        "hub": attr.string(mandatory = True),
+        "known": attr.string_list(mandatory = True, doc = "every package of the hub's lock"),
         "python": attr.string(mandatory = True),
         "requirement": attr.string(mandatory = True),
     },

@@ -12,7 +12,7 @@ def parse_lock(text, where):
       where: its name, for errors.
 
     Returns:
-      list of struct(name: as in a label; requirement: one line for pip, with its hashes).
+      list of struct(name: as in a label; extras; requirement: one line for pip, with its hashes).
     """
     found = []
     for line in text.replace("\\\n", " ").split("\n"):
@@ -23,8 +23,14 @@ def parse_lock(text, where):
             fail("{}: option lines do not belong in a lock: {}".format(where, line))
         if "--hash=sha256:" not in line:
             fail("{}: no hash: {}".format(where, line))
-        name = line.split("==")[0].split(" @ ")[0].split("[")[0].strip()
-        found.append(struct(name = distribution_label(name), requirement = line))
+        words = [word for word in line.split(" ") if word and not word.startswith("#")]
+        line = " ".join(words)
+        name, _, extras = line.split("==")[0].split(" @ ")[0].strip().partition("[")
+        found.append(struct(
+            name = distribution_label(name),
+            extras = [e for e in extras.replace("]", "").split(",") if e],
+            requirement = line,
+        ))
     return found
 
 def index_form(requirement):
