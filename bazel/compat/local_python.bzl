@@ -41,7 +41,12 @@ def local_interpreter(rctx, version):
     ))
 
 def _impl(rctx):
-    rctx.file("BUILD.bazel", _BUILD.format(exe = local_interpreter(rctx, rctx.attr.version)))
+    # Through a virtual environment, tests do not see what is installed beside the interpreter.
+    exe = str(rctx.path("venv/bin/python3"))
+    result = rctx.execute([local_interpreter(rctx, rctx.attr.version), "-m", "venv", "--without-pip", "venv"])
+    if result.return_code:
+        fail("no virtual environment: " + result.stdout + result.stderr)
+    rctx.file("BUILD.bazel", _BUILD.format(exe = exe))
 
 local_python = repository_rule(
     implementation = _impl,

@@ -112,7 +112,6 @@ def _pip_install(rctx, requirement):
         "--no-deps",
         "--require-hashes",
         "--only-binary=:all:",
-        "--no-compile",
         "--target=site",
         "--requirement=requirements.txt",
     ]

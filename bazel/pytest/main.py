@@ -15,7 +15,7 @@ import pytest
 
 def arguments(pyproject: str, rest: list[str]) -> list[str]:
     """pytest's command line; Bazel's --test_filter and its XML report are passed on."""
-    found = ["-p", "no:cacheprovider", "-c", pyproject, f"--rootdir={os.getcwd()}", *rest]
+    found = ["--disable-plugin-autoload", "-p", "no:cacheprovider", "-c", pyproject, f"--rootdir={os.getcwd()}", *rest]
     if os.environ.get("TESTBRIDGE_TEST_ONLY"):
         found += ["-k", os.environ["TESTBRIDGE_TEST_ONLY"]]
     if os.environ.get("XML_OUTPUT_FILE"):

@@ -75,3 +75,24 @@ platform_wheel = rule(
         ),
     },
 )
+
+def _metadata_impl(ctx):
+    wheel = ctx.attr.wheel[DefaultInfo].files.to_list()[0]
+    out = ctx.actions.declare_directory(ctx.label.name)
+    ctx.actions.run(
+        executable = ctx.executable._unpack,
+        arguments = [wheel.path, out.path],
+        inputs = [wheel],
+        outputs = [out],
+        mnemonic = "WheelMetadata",
+    )
+    return [DefaultInfo(files = depset([out]), runfiles = ctx.runfiles(files = [out]))]
+
+# The .dist-info folder of a wheel, so that tests see the distribution as installed: its version, its entry points.
+wheel_metadata = rule(
+    implementation = _metadata_impl,
+    attrs = {
+        "wheel": attr.label(mandatory = True),
+        "_unpack": attr.label(default = "//bazel/wheel:unpack_metadata", cfg = "exec", executable = True),
+    },
+)
