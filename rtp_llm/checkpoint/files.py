@@ -22,6 +22,9 @@ SHOWN_LIMIT = 160
 #: not bound memory.
 MAX_CONTAINERS = 300_000
 
+#: The same for keys, counted by their colons; DeepSeek-V3's index has 92,000.
+MAX_KEYS = 500_000
+
 #: Opening text of a Git LFS pointer, which is what a clone without ``git lfs pull`` leaves in place of the weights.
 LFS_PREFIX = b"version https://git-lfs"
 
@@ -130,9 +133,11 @@ def read_json(path: Path, file: str, max_bytes: int) -> dict[str, Any]:
 
 def parse_object(raw: bytes, file: str) -> dict[str, Any]:
     """The JSON object that ``raw`` spells; CheckpointError as for :func:`read_json`."""
-    containers = raw.count(b"[") + raw.count(b"{")
+    containers, keys = raw.count(b"[") + raw.count(b"{"), raw.count(b":")
     if containers > MAX_CONTAINERS:
         raise CheckpointError(_json_problem(file, "too many nested values", f"at most {MAX_CONTAINERS}", f"{containers}"))
+    if keys > MAX_KEYS:
+        raise CheckpointError(_json_problem(file, "too many keys", f"at most {MAX_KEYS}", f"about {keys}"))
     try:
         data = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except UnicodeDecodeError as error:

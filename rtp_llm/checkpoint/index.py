@@ -10,10 +10,10 @@ from pathlib import Path
 
 from rtp_llm.checkpoint.faults import CheckpointFault
 from rtp_llm.checkpoint.files import finding, read_json, shown
-from rtp_llm.checkpoint.header import MAX_PROBLEMS, MAX_TENSORS, name_problem
+from rtp_llm.checkpoint.header import MAX_PROBLEMS, name_problem
 from rtp_llm.errors import CheckpointError, Problem
 
-#: Room for MAX_TENSORS entries of 128 characters; DeepSeek-V3's index, the largest published, has 9 MB.
+#: Room for 500,000 entries of 128 characters; DeepSeek-V3's index, the largest published, has 9 MB.
 MAX_INDEX_BYTES = 64_000_000
 
 #: The longest file name that Linux file systems hold.
@@ -31,11 +31,6 @@ def read_index(path: Path, file: str) -> dict[str, str]:
         actual = "nothing" if weight_map is None else "an empty object" if weight_map == {} else type(weight_map).__name__
         raise CheckpointError(
             finding(CheckpointFault.BAD_INDEX, "no weight_map", file, None, "an object of tensor name: file name", actual)
-        )
-    if len(weight_map) > MAX_TENSORS:
-        actual = f"{len(weight_map)}"
-        raise CheckpointError(
-            finding(CheckpointFault.TOO_MANY_TENSORS, "weight_map is too large", file, None, f"at most {MAX_TENSORS}", actual)
         )
     problems: list[Problem] = []
     good_names: set[str] = set()

@@ -65,8 +65,10 @@ class _Builder:
             wanted.setdefault(file, []).append(name)
         present = set(names)
         self._read(sorted(wanted.keys() & present))
-        for file in sorted(wanted.keys() - present)[:MAX_PROBLEMS]:
-            self._problems.append(_shard_absent(file, sorted(wanted[file]), len(wanted), len(wanted.keys() & present)))
+        absent = sorted(wanted.keys() - present)
+        found = len(wanted) - len(absent)
+        self._problems += [_shard_absent(f, sorted(wanted[f]), len(wanted), found) for f in absent[:MAX_PROBLEMS]]
+        self._more(len(absent), "files", self._chosen.index)
         for file, header in self._headers.items():
             self._take_named(file, header, wanted[file], weight_map)
         self._notes += [stray_note(name, self._chosen) for name in weight_files(names, self._chosen) if name not in wanted]
@@ -79,12 +81,15 @@ class _Builder:
             # Where it lies now tells a stale index from a lost shard.
             places = {t.name: other for other, h in self._headers.items() for t in h.tensors if t.name in weight_map}
             self._problems += [_tensor_absent(name, file, places.get(name)) for name in absent[:MAX_PROBLEMS]]
-            if len(absent) > MAX_PROBLEMS:
-                what = f"{len(absent) - MAX_PROBLEMS} more tensors are absent"
-                self._problems.append(finding(CheckpointFault.TOO_MANY_PROBLEMS, what, file=file))
+            self._more(len(absent), "tensors", file)
         extra = sorted(name for name in held if weight_map.get(name) != file)
         if extra:
             self._notes.append(_outside(file, extra, weight_map))
+
+    def _more(self, absent: int, kind: str, file: str | None) -> None:
+        if absent > MAX_PROBLEMS:
+            what = f"{absent - MAX_PROBLEMS} more {kind} are absent"
+            self._problems.append(finding(CheckpointFault.TOO_MANY_PROBLEMS, what, file=file))
 
     def _read(self, files: Iterable[str]) -> None:
         reader = read_header

@@ -7,14 +7,13 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import click
 
 from rtp_llm.cli.commands import COMMANDS
 from rtp_llm.cli.failure import report
 from rtp_llm.cli.output import Output, printable
-from rtp_llm.cli.ranks import speaks
+from rtp_llm.cli.ranks import leave_group, speaks
 
 
 def _underscored(token: str) -> str:
@@ -59,9 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = Output(json="--json" in arguments, speaks=speaks(os.environ))
     _prepare(output)
     try:
-        code: Any = app.main(arguments, prog_name="rtp-llm", standalone_mode=False, obj=output)
+        # Not app.main(), which has answers of its own to Ctrl-C and to a reader that has gone.
+        with app.make_context("rtp-llm", arguments, obj=output) as context:
+            code: int = app.invoke(context)
+        leave_group()
         sys.stdout.flush()
-        return code if isinstance(code, int) else 0
+        return code
+    except click.exceptions.Exit as done:  # --help
+        return done.exit_code
     except BrokenPipeError:
         # Whoever read our output has gone (`| head`). Python would complain when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -76,13 +76,13 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
     Raises:
         ConfigError: every value that is not allowed, of both classes; ranks that contradict the launcher's.
     """
-    flags = _placed(flags, environ)
+    facts = _facts(flags, environ)
     problems: list[Problem] = []
     chosen: list[Chosen] = []
     made: list[Any] = []
     for cls in (LoadConfig, ParallelConfig):
         try:
-            part = choose(cls, flags, environ)
+            part = choose(cls, flags, environ, facts)
             values: dict[str, Any] = {c.setting.name: c.value for c in part}
             made.append(cls(**values))
             chosen += part
@@ -93,11 +93,11 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
     return Settings(made[0], made[1], tuple(chosen))
 
 
-def _placed(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """``flags`` with the sizes and ranks that a launcher dictates."""
+def _facts(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, int]:
+    """The size and rank that a launcher dictates."""
     launch = launched(environ)
     if launch is None:
-        return dict(flags)
+        return {}
     asked = {name: flags.get(name) or environ.get(_DECLARED[name].env, "").strip() for name in ("tp_size", "tp_rank")}
     facts = {"tp_size": launch.size, "tp_rank": launch.rank}
     problems = [
@@ -113,4 +113,4 @@ def _placed(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, A
     ]
     if problems:
         raise ConfigError(problems)
-    return {**flags, **facts}
+    return facts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -48,3 +49,13 @@ def speaks(environ: Mapping[str, str]) -> bool:
     except ConfigError:
         return True
     return launch is None or launch.rank == 0
+
+
+def leave_group() -> None:
+    """Leaves the process group, if the command has joined one: NCCL warns about ranks that just end.
+
+    Looked up rather than imported, since most commands never need torch.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()

@@ -13,6 +13,7 @@ from rtp_llm.cli.options import Settings, output_of, resolve
 from rtp_llm.cli.output import Output, pairs, size
 from rtp_llm.cli.progress import choose_progress
 from rtp_llm.cli.ranks import launched
+from rtp_llm.config import LoadConfig
 
 if TYPE_CHECKING:
     from rtp_llm.loader import LoadedModel
@@ -32,12 +33,19 @@ def check_checkpoint(checkpoint: str) -> None:
     read_config(checkpoint)
 
 
-def load_for(context: click.Context, checkpoint: str, flags: Mapping[str, Any], prepare: Callable[[], T]) -> tuple[LoadedModel, T]:
+def load_for(
+    context: click.Context,
+    checkpoint: str,
+    flags: Mapping[str, Any],
+    prepare: Callable[[], T],
+    refine: Callable[[LoadConfig], LoadConfig] = lambda load: load,
+) -> tuple[LoadedModel, T]:
     """The loaded model and what ``prepare`` made, with the settings told and progress shown on stderr.
 
     ``prepare`` reads small files and refuses what the checkpoint cannot do.  A process alone checks files and prepares
     before it loads, so that errors come at once.  One of several ranks loads first: the others would wait for a rank
     that has left, and the loader shares what it finds with them.
+    ``refine`` may settle what the user left open.
     """
     output = output_of(context)
     settings = resolve(flags, os.environ)
@@ -45,30 +53,33 @@ def load_for(context: click.Context, checkpoint: str, flags: Mapping[str, Any], 
     if launched(os.environ) is None:
         check_checkpoint(checkpoint)
         prepared = prepare()
-        return _load(checkpoint, settings, output), prepared
-    loaded = _load(checkpoint, settings, output)
+        return _load(checkpoint, settings, output, refine), prepared
+    loaded = _load(checkpoint, settings, output, refine)
     return loaded, prepare()
 
 
-def _load(checkpoint: str, settings: Settings, output: Output) -> LoadedModel:
+def _load(checkpoint: str, settings: Settings, output: Output, refine: Callable[[LoadConfig], LoadConfig]) -> LoadedModel:
     from rtp_llm.loader import load_model
 
     progress = choose_progress(settings.load.progress, output.speaks)
-    return load_model(Path(checkpoint), parallel=settings.parallel, load=settings.load, progress=progress)
+    return load_model(Path(checkpoint), parallel=settings.parallel, load=refine(settings.load), progress=progress)
 
 
 def print_report(report: Mapping[str, Any]) -> None:
     """The load report as text."""
     rank = f"rank {report['tp_rank']} of {report['tp_size']}"
-    seconds = report["seconds"]
+    transport = report["phases"]["transport"]
+    peak = report["measured_peak_bytes"]
+    verified = [] if report["verified"] is None else [("verified", f"{report['verified']} places compared with a second reader's bytes")]
     pairs(
         [
             ("architecture", f"{report['architecture']}, {rank}"),
             ("parameters", f"{report['parameters']:,}, {size(report['bytes_resident'])} resident"),
             ("method", _method(report)),
-            ("read", f"{size(report['bytes_read'])} in {seconds:.2f} s, {report['gb_per_s']:.2f} GB/s"),
-            ("peak memory", f"{size(report['measured_peak_bytes'] or 0)} measured, {size(report['predicted_peak_bytes'])} predicted"),
+            ("read", f"{size(report['bytes_read'])} in {transport:.2f} s, {report['gb_per_s']:.2f} GB/s"),
+            ("peak memory", f"{'not' if peak is None else size(peak)} measured, {size(report['predicted_peak_bytes'])} predicted"),
             ("slow path", f"{report['slow_path_weights']} weights"),
+            *verified,
             ("phases", ", ".join(f"{name} {spent:.2f} s" for name, spent in report["phases"].items())),
             ("plan digest", report["digest"]),
         ]

@@ -107,21 +107,24 @@ def _problem(refusal: Refusal, item: Setting, value: object, source: str) -> Pro
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A setting's value and where it came from: ``flag --x``, ``environment variable X`` or ``default``."""
+    """A setting's value and where it came from: ``flag --x``, ``environment variable X`` ``launcher`` or ``default``."""
 
     setting: Setting
     value: object
     source: str
 
 
-def choose(cls: type[S], flags: Mapping[str, object], environ: Mapping[str, str]) -> tuple[Chosen, ...]:
-    """Each setting's value: the flag's if given, else the environment's, else the default.
+def choose(
+    cls: type[S], flags: Mapping[str, object], environ: Mapping[str, str], facts: Mapping[str, object] | None = None
+) -> tuple[Chosen, ...]:
+    """Each setting's value: a fact's, else the flag's if given, else the environment's, else the default.
 
     Args:
         cls: a settings class.
-        flags: values by setting name; None means that the flag was not given.  Texts are parsed, values of another
-            type (switches, ranks from a launcher) are taken as they are.
+        flags: values by setting name; None means that the flag was not given.  Texts are parsed, switches are taken as
+            they are.
         environ: usually ``os.environ``.  A variable that is blank counts as unset.
+        facts: values by setting name that are not the user's to choose: a launcher's ranks.
 
     Raises:
         ConfigError: with all values that are not allowed, each with its source.
@@ -129,7 +132,7 @@ def choose(cls: type[S], flags: Mapping[str, object], environ: Mapping[str, str]
     chosen: list[Chosen] = []
     problems: list[Problem] = []
     for item in declared(cls):
-        given, source = _given(item, flags, environ)
+        given, source = _given(item, flags, environ, facts or {})
         try:
             value = item.kind.parse(given) if isinstance(given, str) else given
             item.kind.check(value)
@@ -141,7 +144,9 @@ def choose(cls: type[S], flags: Mapping[str, object], environ: Mapping[str, str]
     return tuple(chosen)
 
 
-def _given(item: Setting, flags: Mapping[str, object], environ: Mapping[str, str]) -> tuple[object, str]:
+def _given(item: Setting, flags: Mapping[str, object], environ: Mapping[str, str], facts: Mapping[str, object]) -> tuple[object, str]:
+    if item.name in facts:
+        return facts[item.name], "launcher"
     flag = flags.get(item.name)
     if flag is not None:
         return flag.strip() if isinstance(flag, str) else flag, f"flag {item.flags[0]}"

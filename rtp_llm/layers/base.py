@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtp_llm.plan.pieces import Fill, ParamSpec, Piece
+from rtp_llm.plan.pieces import ExpertSlots, Fill, ParamSpec, Piece
 
 
 class Planned(nn.Module):
@@ -21,6 +21,14 @@ class Planned(nn.Module):
     def tiles(self) -> dict[str, tuple[Piece | Fill, ...]]:
         """For each of this module's own parameters, by attribute name, the pieces and fills that tile it."""
         raise AssertionError(f"{type(self).__name__} states no tiles")
+
+    def exact(self) -> frozenset[str]:
+        """Parameters, by attribute name, that the checkpoint must hold in no narrower dtype than their own."""
+        return frozenset()
+
+    def experts(self) -> ExpertSlots | None:
+        """The slots of all experts, where this module holds some of them."""
+        return None
 
     def declare(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Registers a parameter on the meta device."""
@@ -40,11 +48,18 @@ def param_specs(model: nn.Module) -> Iterator[ParamSpec]:
     for prefix, module in model.named_modules():
         if not isinstance(module, Planned):
             continue
-        tiles = module.tiles()
+        tiles, exact = module.tiles(), module.exact()
         for attribute, parameter in module.named_parameters(recurse=False):
             name = f"{prefix}.{attribute}" if prefix else attribute
             stated.add(name)
-            yield ParamSpec(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."), tiles[attribute])
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            yield ParamSpec(name, tuple(parameter.shape), dtype, tiles[attribute], attribute in exact)
     unstated = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
     unstated -= stated
     assert not unstated, f"parameters that no module plans: {sorted(unstated)}"
+
+
+def expert_slots(model: nn.Module) -> tuple[ExpertSlots, ...]:
+    """The experts of every layer that has some, on all ranks, in module order."""
+    found = (module.experts() for module in model.modules() if isinstance(module, Planned))
+    return tuple(slots for slots in found if slots is not None)

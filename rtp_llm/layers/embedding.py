@@ -37,9 +37,9 @@ class VocabParallelEmbedding(Planned):
     def tiles(self) -> dict[str, tuple[Piece | Fill, ...]]:
         start, stop = self.span
         real, columns = stop - start, (0, self.hidden_size)
-        tiles: list[Piece | Fill] = []
-        if real:
-            tiles.append(Piece(f"{self.slot}.weight", (self.vocab_size, self.hidden_size), (self.span, columns), ((0, real), columns)))
+        # Stated even where it is empty: every rank's model has the table, though all of this one's share may be padding.
+        rows = Piece(f"{self.slot}.weight", (self.vocab_size, self.hidden_size), (self.span, columns), ((0, real), columns))
+        tiles: list[Piece | Fill] = [rows]
         if self.padding:
             tiles.append(Fill(((real, real + self.padding), columns)))
         return {"weight": tuple(tiles)}

@@ -85,7 +85,7 @@ def _yarn(p: RopeParameters, length: int) -> Frequencies:
     low, high = dimension(p.beta_fast), dimension(p.beta_slow)
     if p.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, p.dim - 1)
+    low, high = max(float(low), 0.0), min(float(high), p.dim - 1.0)
     # A ramp of no width would divide by zero.
     width = high - low if high != low else 0.001
     ramp = ((torch.arange(p.dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)

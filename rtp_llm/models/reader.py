@@ -22,6 +22,14 @@ MAX_LAYERS: Final = 4096
 #: The largest context length, in tokens: what an int32 position can count.
 MAX_POSITIONS: Final = 2**31 - 1
 
+#: The range of numbers that are not whole.  Nothing published comes near either end, and powers and products of a few of
+#: them stay finite in float64.
+MIN_NUMBER: Final = 1e-30
+MAX_NUMBER: Final = 1e30
+
+#: How much of a bad value a message shows; a hostile one may be megabytes long.
+MAX_SHOWN: Final = 100
+
 
 class ConfigReader:
     """Typed access to the fields of one JSON object.
@@ -47,11 +55,9 @@ class ConfigReader:
         self, name: str, expected: str, *, fault: ModelFault = ModelFault.BAD_FIELD, actual: object = None, fix: str | None = None
     ) -> None:
         """Notes a problem with the field ``name``; ``actual`` is its value unless another is given."""
-        shown = self.raw.get(name, "nothing") if actual is None else actual
-        text = shown if isinstance(shown, str) and name not in self.raw else repr(shown)
-        # A hostile value may be megabytes long.
-        text = text if len(text) <= 120 else text[:117] + "..."
-        self.problems.append(Problem(fault, f"field {self._path}{name}", file=CONFIG_FILE, expected=expected, actual=text, fix=fix))
+        if actual is None:
+            actual = _shown(self.raw[name]) if name in self.raw else "nothing"
+        self.problems.append(Problem(fault, f"field {self._path}{name}", file=CONFIG_FILE, expected=expected, actual=str(actual), fix=fix))
 
     def integer(self, name: str, default: int, *, least: int = 1, most: int = MAX_SIZE) -> int:
         """A whole number in ``[least, most]``."""
@@ -68,10 +74,10 @@ class ConfigReader:
         return self.integer(name, 0 if default is None else default, least=least, most=most)
 
     def number(self, name: str, default: float, *, above: float = 0.0) -> float:
-        """A finite number greater than ``above``."""
+        """A number greater than ``above``, and neither too small nor too large to compute with."""
         value = self.raw.get(name, default)
-        if not _is_number(value) or not value > above:
-            self.fail(name, f"a finite number above {above:g}")
+        if not _is_number(value) or not max(above, MIN_NUMBER) < value <= MAX_NUMBER:
+            self.fail(name, f"a number above {above:g}, up to {MAX_NUMBER:g}")
             return above + 1
         return float(value)
 
@@ -99,7 +105,7 @@ class ConfigReader:
         """A list of ``length`` positive finite numbers."""
         value = self.raw.get(name)
         if not _is_list(value) or len(value) != length or not all(_is_number(x) and x > 0 for x in value):
-            self.fail(name, f"a list of {length} positive numbers", actual=f"a list of {len(value)}" if _is_list(value) else None)
+            self.fail(name, f"a list of {length} positive numbers")
             return (1.0,) * length
         return tuple(map(float, value))
 
@@ -128,6 +134,16 @@ class ConfigReader:
         value = self.raw.get(name, allowed[0])
         if not any(type(value) is type(one) and value == one for one in allowed):
             self.fail(name, " or ".join(map(repr, allowed)), fault=ModelFault.UNSUPPORTED_FIELD, fix=reason)
+
+
+def _shown(value: object) -> str:
+    """A JSON value as a message shows it: containers by their size, since a deep one cannot be printed."""
+    if isinstance(value, Mapping):
+        return f"an object of {len(value)}"
+    if _is_list(value):
+        return f"a list of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def _is_int(value: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import click
 from rtp_llm.cli.options import LOADING, checkpoint_argument, common, output_of, setting_options
 from rtp_llm.cli.output import pairs, size
 from rtp_llm.cli.session import load_for
+from rtp_llm.config import LoadConfig
 
 _EXAMPLES = """\b
 Examples:
@@ -26,23 +28,25 @@ Examples:
 @click.pass_context
 def export(context: click.Context, /, checkpoint: str, out: str, **flags: Any) -> int:
     """Load CKPT and write the model's weights back, unsharded and under their first names, into the directory OUT."""
-    loaded, _ = load_for(context, checkpoint, {**flags, "dtype": flags["dtype"] or _exact_dtype(checkpoint)}, lambda: None)
+    loaded, _ = load_for(context, checkpoint, flags, lambda: None, lambda load: _exact(load, checkpoint))
 
     from rtp_llm.loader import export_checkpoint
 
     export_checkpoint(loaded, Path(out))
-    sizes = {path.name: path.stat().st_size for path in sorted(Path(out).iterdir()) if path.is_file()}
-    document = {"directory": out, "files": [{"name": n, "bytes": b} for n, b in sizes.items()], "load": loaded.report.to_json()}
-    rows: list[tuple[str, object]] = [("exported to", out), *((name, size(nbytes)) for name, nbytes in sizes.items())]
-    output_of(context).emit(document, lambda: pairs(rows))
+    output = output_of(context)
+    if output.speaks:  # on another host OUT need not be there
+        sizes = {path.name: path.stat().st_size for path in sorted(Path(out).iterdir()) if path.is_file()}
+        document = {"directory": out, "files": [{"name": n, "bytes": b} for n, b in sizes.items()], "load": loaded.report.to_json()}
+        rows: list[tuple[str, object]] = [("exported to", out), *((name, size(nbytes)) for name, nbytes in sizes.items())]
+        output.emit(document, lambda: pairs(rows))
     return 0
 
 
-def _exact_dtype(checkpoint: str) -> str | None:
-    """The dtype that holds every stored weight exactly: ``config.json`` may name a narrower one.  None: leave it to the
-    load, which tells what is wrong with the checkpoint."""
+def _exact(load: LoadConfig, checkpoint: str) -> LoadConfig:
+    """``load`` with a dtype that holds every stored weight exactly, unless the user chose one: ``config.json`` may name
+    a narrower one, and what was narrowed cannot be written back."""
     from rtp_llm.checkpoint import read_catalog
     from rtp_llm.plan.dtypes import CASTABLE, widest
 
     stored = {CASTABLE[tensor.dtype] for tensor in read_catalog(checkpoint).tensors if tensor.dtype in CASTABLE}
-    return widest(stored) if stored else None
+    return replace(load, dtype=widest(stored)) if stored and load.dtype == "auto" else load

@@ -9,8 +9,9 @@ from typing import Any
 import click
 
 from rtp_llm.cli.options import checkpoint_argument, common, output_of, resolve, setting_options
-from rtp_llm.cli.output import printable
+from rtp_llm.cli.output import pairs, printable, size, table
 from rtp_llm.cli.session import check_checkpoint
+from rtp_llm.errors import Problem
 
 
 @click.command(
@@ -30,8 +31,35 @@ def plan(context: click.Context, /, checkpoint: str, **flags: Any) -> int:
     check_checkpoint(checkpoint)
 
     from rtp_llm.loader import build_plan
+    from rtp_llm.plan.views import plan_json
 
     made = build_plan(Path(checkpoint), parallel=settings.parallel, load=settings.load)
-    document = made.to_json() | {"problems": [problem.to_json() for problem in made.problems]}
-    output_of(context).emit(document, lambda: click.echo(printable(made.text(), keep="\n")))
+    document = plan_json(made) | {"problems": [problem.to_json() for problem in made.problems]}
+    output_of(context).emit(document, lambda: _text(document, made.problems))
     return 1 if made.problems else 0
+
+
+def _text(document: dict[str, Any], problems: tuple[Problem, ...]) -> None:
+    pairs(
+        [
+            ("architecture", f"{document['architecture']} (family {document['family']})"),
+            ("rank", f"{document['tp_rank']} of {document['tp_size']}"),
+            ("parameters", f"{document['parameters']:,} in {document['tensors']} tensors, {document['dtype']}"),
+            ("resident", size(document["bytes_resident"])),
+            ("read", size(document["bytes_read"])),
+            ("peak memory", f"{size(document['predicted_peak_bytes'])}, {size(document['bytes_staging'])} of it staging buffers"),
+            ("plan digest", document["digest"]),
+        ]
+    )
+    rows = [(f["name"], f["reads"], size(f["bytes_read"]), size(f["bytes"])) for f in document["files"]]
+    table(("file", "reads", "read", "size"), rows, frozenset({1, 2, 3}))
+    for skipped in document["skipped"]:
+        click.echo(f"skipped: {printable(skipped['tensor'])}: {printable(skipped['reason'])}")
+    for label, names in (("missing", document["missing"]), ("unexpected", document["unexpected"])):
+        for name in names:
+            click.echo(f"{label}: {printable(name)}")
+    for note in document["notes"]:
+        click.echo(f"note: {printable(Problem.from_json(note))}")
+    for problem in problems:
+        click.echo(f"problem: {printable(problem)}")
+    click.echo(f"{len(problems)} problems" if problems else "no problems")

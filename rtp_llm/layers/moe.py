@@ -1,0 +1,175 @@
+"""Layers of experts (mixture of experts), divided between expert-parallel ranks and split over tensor-parallel ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from rtp_llm.layers.activation import activation
+from rtp_llm.layers.base import Planned
+from rtp_llm.layers.linear import ReplicatedLinear
+from rtp_llm.layers.mlp import GatedMLP
+from rtp_llm.layers.router import Router, Routing
+from rtp_llm.parallel.experts import replicas
+from rtp_llm.parallel.groups import Groups
+from rtp_llm.parallel.shard import even
+from rtp_llm.plan.pieces import ExpertSlots, Fill, Piece
+
+#: torch's product of one matrix for each run of rows; not in all builds that we run on.
+_grouped_mm = getattr(F, "grouped_mm", None)
+#: What that takes, and the alignment in bytes that it asks of rows.
+_GROUPED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_GROUPED_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class MoEShape:
+    """Sizes of a layer of experts, over all ranks.
+
+    ``intermediate_size`` is that of one expert; ``shared_size`` that of all shared experts together (they are one MLP),
+    None where there are none; ``shared_gate``: a sigmoid gate scales what they give.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    act: str
+    routing: Routing
+    shared_size: int | None = None
+    shared_gate: bool = False
+
+
+class MoE(nn.Module):
+    """``x [batch, seq, hidden] -> [batch, seq, hidden]``: the chosen experts' weighted sum, plus the shared experts.
+
+    Slots: ``layers.{l}.router.weight`` (and ``.bias``), ``layers.{l}.experts.{e}.{gate,up,down}.weight``,
+    ``layers.{l}.shared.{gate,up,down}.weight``, ``layers.{l}.shared_gate.weight``.
+    """
+
+    def __init__(self, layer: int, shape: MoEShape, *, groups: Groups, dtype: torch.dtype) -> None:
+        super().__init__()
+        at, hidden = f"layers.{layer}", shape.hidden_size
+        self.groups = groups
+        self.router = Router(f"{at}.router", hidden, shape.routing, dtype=dtype)
+        self.experts = Experts(layer, shape, groups=groups, dtype=dtype)
+        self.shared: GatedMLP | None = None
+        self.shared_gate: ReplicatedLinear | None = None
+        if shape.shared_size is not None:
+            self.shared = GatedMLP(f"{at}.shared", hidden, shape.shared_size, shape.act, bias=False, tp=groups.tp, dtype=dtype)
+            if shape.shared_gate:
+                self.shared_gate = ReplicatedLinear(f"{at}.shared_gate", hidden, 1, bias=False, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, -2)
+        weights, chosen = self.router(tokens)
+        out: torch.Tensor = self.groups.everyone.all_reduce(self.experts(tokens, weights, chosen)).view_as(x)
+        if self.shared is None:
+            return out
+        shared = self.shared(x)
+        return out + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
+
+
+class Experts(Planned):
+    """This rank's shards of its experts, and what they add to the sum over all ranks.
+
+    Parameters: ``gate_up [local experts, 2 * intermediate / tp, hidden]`` (gate above up) and
+    ``down [local experts, hidden, intermediate / tp]``.
+    """
+
+    gate_up: nn.Parameter
+    down: nn.Parameter
+
+    def __init__(self, layer: int, shape: MoEShape, *, groups: Groups, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = layer
+        self.count = shape.routing.experts
+        self.hidden_size = shape.hidden_size
+        self.intermediate_size = shape.intermediate_size
+        self.act = activation(shape.act)
+        self.span = even(shape.intermediate_size, groups.tp.size, groups.tp.rank)
+        self.held = groups.ep.held(layer, self.count)
+        self.rank = groups.ep.rank
+        local, width = len(self.held[self.rank]), self.span[1] - self.span[0]
+        self.declare("gate_up", (local, 2 * width, shape.hidden_size), dtype)
+        self.declare("down", (local, shape.hidden_size, width), dtype)
+        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def tiles(self) -> dict[str, tuple[Piece | Fill, ...]]:
+        hidden, whole, width = (0, self.hidden_size), self.intermediate_size, self.span[1] - self.span[0]
+        gate_up: list[Piece | Fill] = []
+        down: list[Piece | Fill] = []
+        for place, expert in enumerate(self.held[self.rank]):
+            slot, at = f"layers.{self.layer}.experts.{expert}", (place, place + 1)
+            for i, part in enumerate(("gate", "up")):
+                local = (at, (i * width, (i + 1) * width), hidden)
+                gate_up.append(Piece(f"{slot}.{part}.weight", (whole, self.hidden_size), (self.span, hidden), local))
+            down.append(Piece(f"{slot}.down.weight", (self.hidden_size, whole), (hidden, self.span), (at, hidden, (0, width))))
+        return {"gate_up": tuple(gate_up), "down": tuple(down)}
+
+    def experts(self) -> ExpertSlots:
+        outward, inward = (self.intermediate_size, self.hidden_size), (self.hidden_size, self.intermediate_size)
+        parts = (("gate.weight", outward), ("up.weight", outward), ("down.weight", inward))
+        at = f"layers.{self.layer}"
+        return ExpertSlots(self.layer, f"{at}.experts", f"{at}.router.weight", self.count, parts, self.held)
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """``x [tokens, hidden]``, ``weights`` and ``chosen [tokens, top_k]`` to this rank's part of the sum, ``[tokens, hidden]``.
+
+        Pairs of token and expert are sorted by the expert's place, so that each expert sees one run of rows; pairs of other
+        ranks come last and belong to no run.  Nothing waits for the device.
+        """
+        local = self.gate_up.shape[0]
+        places = self._places(chosen)
+        order = places.flatten().argsort(stable=True)
+        ends = torch.bincount(places.flatten(), minlength=local + 1).cumsum(0)[:local].to(torch.int32)
+        rows = x[order // chosen.shape[-1]]
+        gate, up = grouped_linear(rows, self.gate_up, ends).chunk(2, dim=-1)
+        rows = grouped_linear(self.act(gate) * up, self.down, ends)
+        by_token = torch.empty_like(rows)
+        by_token[order] = rows
+        # Rows of no run hold anything, even NaN, which a weight of zero would not undo.
+        kept = by_token.view(*chosen.shape, -1).masked_fill((places == local)[..., None], 0)
+        return (kept * weights[..., None]).sum(dim=1).to(x.dtype)
+
+    def _places(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Where on this rank the chosen expert's copy for this token is; ``local experts`` where it is on another rank.
+
+        Copies of an expert take turns by the token's number, which all ranks know: each pair is computed exactly once.
+        """
+        if self._tables is None or self._tables[0].device != chosen.device:
+            self._tables = self._make_tables(chosen.device)
+        places, copies = self._tables
+        if places.shape[1] == 1:
+            return places[:, 0][chosen]
+        token = torch.arange(chosen.shape[0], device=chosen.device)[:, None]
+        return places[chosen, token % copies[chosen]]
+
+    def _make_tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[experts, most copies]``: the place of each copy here, and ``[experts]``: the number of copies."""
+        local, copies = len(self.held[self.rank]), replicas(self.held, self.count)
+        most = max(map(len, copies))
+        rows = [[c.place if c.rank == self.rank else local for c in of] + [local] * (most - len(of)) for of in copies]
+        return torch.tensor(rows, device=device), torch.tensor([len(of) for of in copies], device=device)
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Run ``g`` of the rows of ``x [rows, in]`` times ``weight[g]^T`` of ``weight [groups, out, in]``: ``[rows, out]``.
+
+    ``ends[g]`` (int32) is where run ``g`` ends and the next one begins; rows behind the last run come out undefined.
+    """
+    if _grouped_mm is not None and _aligned(x, weight):
+        out: torch.Tensor = _grouped_mm(x, weight.transpose(1, 2), offs=ends)
+        return out
+    # Sizes that no published model has, float64, and builds without the kernel: one product a run.
+    out, start = x.new_zeros(x.shape[0], weight.shape[1]), 0
+    for matrix, end in zip(weight, ends.tolist(), strict=True):
+        out[start:end] = F.linear(x[start:end], matrix)
+        start = end
+    return out
+
+
+def _aligned(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    rows = (weight.shape[1] * weight.element_size(), weight.shape[2] * weight.element_size())
+    return x.dtype in _GROUPED_DTYPES and all(size % _GROUPED_ALIGNMENT == 0 for size in rows)
