@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import tempfile
-import tomllib
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -21,6 +21,11 @@ from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from uv import find_uv_bin
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 from arch_config.table import Platform, requirement_lines
 from deps.locks import Entry, Lock, render_input

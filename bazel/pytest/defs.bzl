@@ -35,16 +35,17 @@ def pytest_test(name, srcs, args = [], data = [], deps = [], tags = [], **kwargs
         **kwargs
     )
 
-def pytest_suite(name, deps, each = {}, **kwargs):
+def pytest_suite(name, deps, each = {}, exclude = [], **kwargs):
     """A target for every test_*.py of the package's folder, and a test_suite of them all.
 
     Args:
       name: name of the test_suite.
       deps: libraries for every file.
       each: file name -> further arguments of pytest_test for that file; lists are added to the common ones.
+      exclude: files that the package makes targets of by itself.
       **kwargs: arguments of pytest_test for every file.
     """
-    files = native.glob(["test_*.py"])
+    files = native.glob(["test_*.py"], exclude = exclude)
     unknown = [f for f in each if f not in files]
     if unknown or not files:
         fail("{}: no such test file: {}".format(native.package_name(), unknown or "test_*.py"))

@@ -23,8 +23,8 @@ from urllib.parse import urldefrag
 
 from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
-from packaging.metadata import InvalidMetadata, Metadata
-from packaging.requirements import Requirement
+from packaging import metadata as core_metadata
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
 from arch_config.table import ROOT, Platform, base_requirements, load_table
@@ -105,11 +105,13 @@ def check_name(wheel: Wheel, platform: Platform, version: str) -> list[str]:
 def check_metadata(wheel: Wheel, platform: Platform, version: str) -> list[str]:
     """METADATA parses, strictly, and names the distribution, the version and the platform's Python."""
     text = wheel.text("METADATA")
+    # Without the space, the semicolon and the marker are part of the URL.
+    lines = [line for line in text.split("\n\n")[0].splitlines() if line.startswith("Requires-Dist:")]
+    problems = [f"METADATA: no space between URL and marker: {line}" for line in lines if re.search(r"://\S*;", line)]
     try:
-        found = Metadata.from_email(text.encode(), validate=True)
-    except (ExceptionGroup, InvalidMetadata) as error:
-        return [f"METADATA: {inner}" for inner in getattr(error, "exceptions", [error])]
-    problems = []
+        found = core_metadata.Metadata.from_email(text.encode(), validate=True)
+    except core_metadata.ExceptionGroup as error:
+        return problems + [f"METADATA: {inner}" for inner in error.exceptions]
     expected = {
         "Name": (found.name, DISTRIBUTION),
         "Version": (str(found.version), f"{version}+{platform.local_version}"),
@@ -117,9 +119,6 @@ def check_metadata(wheel: Wheel, platform: Platform, version: str) -> list[str]:
         "License-Expression": (found.license_expression, "Apache-2.0"),
     }
     problems += [f"METADATA: {field} {has}, expected {wanted}" for field, (has, wanted) in expected.items() if has != wanted]
-    # Without the space, the semicolon and the marker are part of the URL.
-    lines = [line for line in text.split("\n\n")[0].splitlines() if line.startswith("Requires-Dist:")]
-    problems += [f"METADATA: no space between URL and marker: {line}" for line in lines if re.search(r"://\S*;", line)]
     for license_file in found.license_files or []:
         if f"{wheel.info}/licenses/{license_file}" not in wheel.files:
             problems.append(f"METADATA names licence file {license_file}, the wheel has none")
@@ -129,9 +128,15 @@ def check_metadata(wheel: Wheel, platform: Platform, version: str) -> list[str]:
 
 
 def requirements(wheel: Wheel) -> list[Requirement]:
-    """Requires-Dist, in order."""
+    """Requires-Dist, in order, less the lines that do not parse: ``check_metadata`` reports these."""
     header = email.parser.HeaderParser().parsestr(wheel.text("METADATA"))
-    return [Requirement(line) for line in header.get_all("Requires-Dist", [])]
+    found = []
+    for line in header.get_all("Requires-Dist", []):
+        try:
+            found.append(Requirement(line))
+        except InvalidRequirement:
+            continue
+    return found
 
 
 def _pin(requirement: Requirement) -> Pin:
