@@ -1,4 +1,4 @@
-"""Text that follows from the platform table: .bazelrc configs, MODULE.bazel's hubs, the table of docs/packaging.md."""
+"""Text that follows from the platform table: .bazelrc configs, MODULE.bazel's hubs and Pythons, the table of docs/packaging.md."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ _GENERATED = "Written by deps/update.py from arch_config/platforms.bzl; do not e
 def bazelrc(table: Table) -> str:
     """arch_config/platforms.bazelrc: one config a platform."""
     lines = [f"build:{name} --//arch_config:platform={name}" for name in sorted(table.platforms)]
+    return f"# {_GENERATED}\n" + "\n".join(lines) + "\n"
+
+
+def bzlmod_bazelrc(table: Table) -> str:
+    """bazel/compat/platforms_bzlmod.bazelrc: a lane's Python, which rules_python's hubs select on."""
+    flag = "@rules_python//python/config_settings:python_version"
+    lines = [f"build:{name} --{flag}={table.platforms[name].python}" for name in sorted(table.platforms)]
     return f"# {_GENERATED}\n" + "\n".join(lines) + "\n"
 
 
@@ -40,17 +47,26 @@ def _pip_parse(platform: Platform) -> str:
 def module_hubs(table: Table) -> str:
     """bazel/pip/hubs.MODULE.bazel: one pip hub a platform, and the tools'."""
     hubs = [*(f"pip_{name}" for name in sorted(table.platforms)), *HOST_HUBS]
+    # A lane's tests run with the platform's Python, and their tools must exist for it.
+    pythons = sorted({platform.python for platform in table.platforms.values()})
+    default = table.platforms["cpu"].python
+    toolchains = "".join(
+        "python.toolchain(\n" + ("    is_default = True,\n" if python == default else "") + f'    python_version = "{python}",\n)\n'
+        for python in pythons
+    )
     parts = [
         f"# {_GENERATED}\n# Hubs of the same names as bazel/pip/hubs.bzl makes for Bazel 4; included by MODULE.bazel.\n",
+        'python = use_extension("@rules_python//python/extensions:python.bzl", "python")\n' + toolchains + "\n"
         'pip = use_extension("@rules_python//python/extensions:pip.bzl", "pip")\n',
         *(_pip_parse(table.platforms[name]) for name in sorted(table.platforms)),
         *(
             "pip.parse(\n"
             f'    hub_name = "{hub}",\n'
-            f'    python_version = "{table.platforms["cpu"].python}",\n'
+            f'    python_version = "{python}",\n'
             f'    requirements_lock = "//deps:{lock}",\n'
             ")\n"
             for hub, lock in HOST_HUBS.items()
+            for python in pythons
         ),
         "use_repo(\n    pip,\n" + "".join(f'    "{hub}",\n' for hub in hubs) + ")\n",
     ]

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from arch_config.table import ROOT, Table, base_requirements, load_table
-from deps.generated import bazelrc, docs_table, module_hubs, with_table
+from deps.generated import bazelrc, bzlmod_bazelrc, docs_table, module_hubs, with_table
 from deps.locks import parse_lock, render_input, render_lock
 from deps.resolve import ResolveError, resolve, run_uv
 
@@ -33,6 +33,7 @@ requires-dist = ["huggingface-hub", "numpy", "packaging", "psutil", "pyyaml", "s
 def offline_files(root: Path, table: Table) -> Iterator[tuple[Path, str]]:
     """Every generated file but the locks: path and contents."""
     yield root / "arch_config" / "platforms.bazelrc", bazelrc(table)
+    yield root / "bazel" / "compat" / "platforms_bzlmod.bazelrc", bzlmod_bazelrc(table)
     yield root / "bazel" / "pip" / "hubs.MODULE.bazel", module_hubs(table)
     docs = root / "docs" / "packaging.md"
     if docs.exists():

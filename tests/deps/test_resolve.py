@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from arch_config.table import ROOT, load_table
@@ -10,6 +12,14 @@ from deps.resolve import resolve
 
 TABLE = load_table()
 BASE = (ROOT / "deps" / "requirements.in").read_text()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def uv_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of its own: nothing that an earlier run left answers for the index, and Bazel's sandbox lets it write."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UV_CACHE_DIR", str(tmp_path_factory.mktemp("uv")))
+        yield
 
 
 def lock_of(name: str) -> Lock:
