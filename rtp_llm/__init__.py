@@ -1,9 +1,9 @@
 """rtp_llm: from a Hugging Face checkpoint directory to rank-local, runtime-ready weights, plan first.
 
-    from rtp_llm import LoadConfig, ParallelConfig, build_plan, load_model
+from rtp_llm import LoadConfig, ParallelConfig, build_plan, load_model
 
-    loaded = load_model("path/to/checkpoint", device="cpu")
-    logits = loaded.model(input_ids)
+loaded = load_model("path/to/checkpoint", device="cpu")
+logits = loaded.model(input_ids)
 """
 
 from __future__ import annotations

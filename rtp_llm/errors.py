@@ -51,7 +51,9 @@ class Problem:
         return cls(**data)
 
     def __str__(self) -> str:
-        where = [f"{label} {value}" for label, value in (("rank", self.rank), ("file", self.file), ("tensor", self.tensor)) if value is not None]
+        where = [
+            f"{label} {value}" for label, value in (("rank", self.rank), ("file", self.file), ("tensor", self.tensor)) if value is not None
+        ]
         text = f"{self.code}: {self.what}"
         if where:
             text += f" ({', '.join(where)})"

@@ -35,7 +35,7 @@ class TensorInfo:
 @dataclass(frozen=True, slots=True)
 class FileInfo:
     """One file of weights: its name inside the directory, format (``safetensors`` | ``torch``), size in bytes, and
-    the header's ``__metadata__`` (sorted pairs; empty for torch files)."""
+    the header's ``__metadata__`` (in the file's order, so that an export can repeat it; empty for torch files)."""
 
     name: str
     format: str

@@ -203,7 +203,7 @@ class _Cursor:
 
 
 def _parse(text: str, base: int, file: str, header: Header) -> tuple[tuple[str, str], ...]:
-    """Fill ``header.tensors`` and ``header.problems`` from the JSON ``text``; returns the sorted ``__metadata__``."""
+    """Fill ``header.tensors`` and ``header.problems`` from the JSON ``text``; returns ``__metadata__``, in the file's order."""
     metadata: dict[str, str] = {}
     seen: set[str] = set()
     cursor = _Cursor(text, file)
@@ -229,7 +229,7 @@ def _parse(text: str, base: int, file: str, header: Header) -> tuple[tuple[str, 
     except _Stop as stop:
         header.problems.append(stop.problem)
         header.complete = False
-    return tuple(sorted(metadata.items()))
+    return tuple(metadata.items())
 
 
 def _add(header: Header, found: TensorInfo | Problem, file: str) -> None:

@@ -17,7 +17,6 @@ import struct
 import zipfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,6 +58,8 @@ _PICKLE_ERRORS = (
     struct.error,
 )
 
+#: Top-level modules of which torch's weights_only unpickler allows anything.
+_MODULES = frozenset(("torch", "collections", "builtins", "__builtin__", "_codecs", "numpy"))
 _PROTOCOLS = frozenset((b"\2", b"\3", b"\4", b"\5"))
 _ZIP_START = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -187,16 +188,28 @@ def _check_record(fd: int, entry: zipfile.ZipInfo, size: int, file: str) -> None
         if raw[:1] != b"\x80" or raw[1:2] not in _PROTOCOLS:
             expected = "protocol 2, as torch.save writes, to 5"
             raise _error(CheckpointFault.BAD_PICKLE, "data.pkl is no binary pickle", file, expected=expected, actual=shown(repr(raw[:2])))
-        try:
-            operations = sum(1 for _ in islice(pickletools.genops(raw), MAX_OPERATIONS + 1))
-        except ValueError as error:  # an unknown operation, or the end before STOP; genops raises nothing else
-            what = f"data.pkl is no pickle: {shown(str(error))}"
-            raise _error(CheckpointFault.BAD_PICKLE, what, file, fix="download the file again") from error
-        if operations > MAX_OPERATIONS:
-            expected, fix = f"at most {MAX_OPERATIONS} operations", "save it in shards, or as safetensors"
-            raise _error(
-                CheckpointFault.BAD_PICKLE, "data.pkl is too long for a state dict", file, expected=expected, actual="more", fix=fix
-            )
+        _check_operations(raw, file)
+
+
+def _check_operations(raw: bytes, file: str) -> None:
+    """Few enough, and none that names a module from which weights never need anything.
+
+    torch is the judge of what may be called; this spares its import for what it would refuse in any case.
+    """
+    operations = 0
+    try:
+        for operation, argument, _ in pickletools.genops(raw):
+            operations += 1
+            if operations > MAX_OPERATIONS:
+                expected, fix = f"at most {MAX_OPERATIONS} operations", "save it in shards, or as safetensors"
+                raise _error(CheckpointFault.BAD_PICKLE, "data.pkl is too long for a state dict", file, expected, "more", fix)
+            if operation.name == "GLOBAL" and str(argument).partition(" ")[0].partition(".")[0] not in _MODULES:
+                raise CheckpointError(_unsafe(str(argument).replace(" ", "."), file))
+    except CheckpointError:
+        raise
+    except ValueError as error:  # an unknown operation, or the end before STOP; genops raises nothing else
+        what = f"data.pkl is no pickle: {shown(str(error))}"
+        raise _error(CheckpointFault.BAD_PICKLE, what, file, fix="download the file again") from error
 
 
 def _data_position(fd: int, entry: zipfile.ZipInfo, size: int, file: str) -> int:
@@ -255,18 +268,22 @@ def _pickle_problem(error: Exception, file: str) -> Problem:
     text = str(error)
     unsafe = _UNSAFE_GLOBAL.search(text)
     if unsafe:
-        return finding(
-            CheckpointFault.UNSAFE_PICKLE,
-            f"the pickle asks for {shown(unsafe[1].rstrip('.'))}, which is not needed for weights; nothing was executed",
-            file=file,
-            expected="tensors and plain containers",
-            actual="code",
-            fix="do not trust this checkpoint; ask for safetensors",
-        )
+        return _unsafe(unsafe[1].rstrip("."), file)
     # torch's message begins with a paragraph on weights_only; its reason stands in the last lines.
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("Check the documentation")]
     reason = shown(lines[-1]) if lines else type(error).__name__
     return finding(CheckpointFault.BAD_PICKLE, f"torch.load refuses it: {reason}", file=file, fix="download the file again")
+
+
+def _unsafe(name: str, file: str) -> Problem:
+    return finding(
+        CheckpointFault.UNSAFE_PICKLE,
+        f"the pickle asks for {shown(name)}, which is not needed for weights; nothing was executed",
+        file=file,
+        expected="tensors and plain containers",
+        actual="code",
+        fix="do not trust this checkpoint; ask for safetensors",
+    )
 
 
 def _state_dict(state: object, file: str, header: Header) -> Mapping[object, object]:

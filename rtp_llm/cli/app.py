@@ -6,7 +6,8 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import click
 
@@ -41,25 +42,32 @@ class _Log(logging.Handler):
         click.echo(f"{record.levelname.lower()}: {printable(record.getMessage())}", err=True)
 
 
-def _prepare(output: Output) -> None:
+@contextmanager
+def _logging(output: Output) -> Iterator[None]:
+    """The package's log on stderr while a command runs; a program that calls :func:`main` gets its own logging back."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal or pipe that cannot show a character gets its escape, never a UnicodeEncodeError.
             stream.reconfigure(errors="backslashreplace")
     logger = logging.getLogger("rtp_llm")
+    before = logger.handlers, logger.level, logger.propagate
     logger.handlers = [_Log()] if output.speaks else [logging.NullHandler()]
     logger.setLevel(logging.INFO)
     logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = before[0], before[2]
+        logger.setLevel(before[1])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; see ``docs/cli.md``.  Never raises for a user's mistake."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     output = Output(json="--json" in arguments, speaks=speaks(os.environ))
-    _prepare(output)
     try:
         # Not app.main(), which has answers of its own to Ctrl-C and to a reader that has gone.
-        with app.make_context("rtp-llm", arguments, obj=output) as context:
+        with _logging(output), app.make_context("rtp-llm", arguments, obj=output) as context:
             code: int = app.invoke(context)
         leave_group()
         sys.stdout.flush()

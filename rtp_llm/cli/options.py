@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,7 +20,22 @@ from rtp_llm.errors import ConfigError, Problem
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: Settings of commands that load weights; ``verify`` is for ``load`` alone.
-LOADING = ("load_method", "device", "dtype", "quantization", "reader_threads", "buffer_mib", "progress", "timeout_s", "tp_size", "ep_size")
+LOADING = (
+    "load_method",
+    "device",
+    "dtype",
+    "quantization",
+    "reader_threads",
+    "buffer_mib",
+    "progress",
+    "timeout_s",
+    "tp_size",
+    "ep_size",
+    "eplb",
+)
+
+#: What a launcher decides, but for ``ep_size``, which divides its processes.
+_PLACE = ("tp_size", "tp_rank", "ep_size", "ep_rank")
 
 _DECLARED = {item.name: item for item in declared(LoadConfig) + declared(ParallelConfig)}
 
@@ -94,22 +110,35 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
 
 
 def _facts(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, int]:
-    """The size and rank that a launcher dictates."""
+    """The sizes and ranks that a launcher dictates: all processes, in ``ep_size`` groups of ``tp_size``."""
     launch = launched(environ)
     if launch is None:
         return {}
-    asked = {name: flags.get(name) or environ.get(_DECLARED[name].env, "").strip() for name in ("tp_size", "tp_rank")}
-    facts = {"tp_size": launch.size, "tp_rank": launch.rank}
+    asked = {name: str(flags.get(name) or environ.get(_DECLARED[name].env, "").strip()) for name in _PLACE}
+    # What is no number at all is refused where all settings are parsed.
+    ep_size = int(asked["ep_size"] or "1") if re.fullmatch("[0-9]{0,9}", asked["ep_size"]) else 1
+    if not 0 < ep_size <= launch.size or launch.size % ep_size:
+        raise ConfigError(
+            Problem(
+                ConfigFault.CONTRADICTION,
+                "ep_size and the launcher contradict each other",
+                expected=f"a divisor of WORLD_SIZE={launch.size}",
+                actual=asked["ep_size"],
+                fix="start tp_size * ep_size processes",
+            )
+        )
+    tp_size = launch.size // ep_size
+    facts = {"tp_size": tp_size, "tp_rank": launch.rank % tp_size, "ep_size": ep_size, "ep_rank": launch.rank // tp_size}
     problems = [
         Problem(
             ConfigFault.CONTRADICTION,
             f"{name} and the launcher contradict each other",
-            expected=f"{facts[name]} (RANK={launch.rank} WORLD_SIZE={launch.size})",
-            actual=str(text),
-            fix="leave it out: under torchrun every process is one tensor-parallel rank",
+            expected=f"{facts[name]} (RANK={launch.rank} WORLD_SIZE={launch.size} ep_size={ep_size})",
+            actual=text,
+            fix="leave it out: under torchrun the processes are the ranks",
         )
         for name, text in asked.items()
-        if text and str(text) != str(facts[name])
+        if text and text != str(facts[name])
     ]
     if problems:
         raise ConfigError(problems)

@@ -32,6 +32,17 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.1f} TB"
 
 
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers as runs, in the order given: ``0-3, 8, 3``; ``none`` for none."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs) or "none"
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: frozenset[int] = frozenset()) -> None:
     """Prints a table on stdout; every cell is made harmless.  ``right`` holds the indexes of right-aligned columns."""
     # Imported here: half of the start-up time of commands that print no table.

@@ -65,15 +65,20 @@ def _load(checkpoint: str, settings: Settings, output: Output, refine: Callable[
     return load_model(Path(checkpoint), parallel=settings.parallel, load=refine(settings.load), progress=progress)
 
 
+def place(document: Mapping[str, Any]) -> str:
+    """A rank's place, from a plan or a report: ``1 of 2``, and its group of experts where there are several."""
+    text = f"{document['tp_rank']} of {document['tp_size']}"
+    return text if document["ep_size"] == 1 else f"{text}, expert-parallel {document['ep_rank']} of {document['ep_size']}"
+
+
 def print_report(report: Mapping[str, Any]) -> None:
     """The load report as text."""
-    rank = f"rank {report['tp_rank']} of {report['tp_size']}"
     transport = report["phases"]["transport"]
     peak = report["measured_peak_bytes"]
     verified = [] if report["verified"] is None else [("verified", f"{report['verified']} places compared with a second reader's bytes")]
     pairs(
         [
-            ("architecture", f"{report['architecture']}, {rank}"),
+            ("architecture", f"{report['architecture']}, rank {place(report)}"),
             ("parameters", f"{report['parameters']:,}, {size(report['bytes_resident'])} resident"),
             ("method", _method(report)),
             ("read", f"{size(report['bytes_read'])} in {transport:.2f} s, {report['gb_per_s']:.2f} GB/s"),

@@ -136,6 +136,20 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class FilePath:
+    """A file, or none; whether it is there is asked when it is read."""
+
+    allowed: str = "a file"
+
+    def parse(self, text: str) -> str:
+        return text
+
+    def check(self, value: object) -> None:
+        if value is not None and (not isinstance(value, str) or not value or "\0" in value):
+            raise Refusal(self.allowed)
+
+
+@dataclass(frozen=True, slots=True)
 class Nothing:
     """A setting that exists, and refuses every value with the reason, rather than being ignored."""
 

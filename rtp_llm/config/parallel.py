@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rtp_llm.config.faults import ConfigFault
-from rtp_llm.config.kinds import Whole
+from rtp_llm.config.kinds import FilePath, Whole
 from rtp_llm.config.setting import make, setting, validate
 from rtp_llm.errors import Problem
 
@@ -21,12 +21,17 @@ class ParallelConfig:
     Weights depend on nothing else.  Raises ``ConfigError`` for sizes below 1 or ranks out of range, all at once.
     """
 
-    tp_size: int = setting(Whole(1, MOST_RANKS), 1, "Number of tensor-parallel ranks; under torchrun the number of processes.")
+    tp_size: int = setting(Whole(1, MOST_RANKS), 1, "Number of tensor-parallel ranks; under torchrun the number of processes / ep_size.")
     tp_rank: int = setting(
-        Whole(0, MOST_RANKS - 1), 0, "This process's tensor-parallel rank, from 0; under torchrun its rank.", aliases=("--rank",)
+        Whole(0, MOST_RANKS - 1), 0, "This process's tensor-parallel rank, from 0; under torchrun its rank % tp_size.", aliases=("--rank",)
     )
-    ep_size: int = setting(Whole(1, MOST_RANKS), 1, "Number of expert-parallel ranks; only 1 is available in this version.")
-    ep_rank: int = setting(Whole(0, MOST_RANKS - 1), 0, "This process's expert-parallel rank, from 0.")
+    ep_size: int = setting(Whole(1, MOST_RANKS), 1, "Number of groups of tensor-parallel ranks between which experts are divided.")
+    ep_rank: int = setting(Whole(0, MOST_RANKS - 1), 0, "This process's expert-parallel rank, from 0; under torchrun its rank / tp_size.")
+    eplb: str | None = setting(
+        FilePath(),
+        None,
+        "JSON file with the table phy2log: which expert each physical expert is a copy of; without it experts are split evenly.",
+    )
 
     def __post_init__(self) -> None:
         validate(self)
@@ -36,11 +41,6 @@ class ParallelConfig:
             if rank >= size:
                 what = f"{kind}_rank is out of range for {kind}_size {size}"
                 yield Problem(ConfigFault.CONTRADICTION, what, expected=f"0 to {size - 1}", actual=str(rank))
-        if self.ep_size > 1:
-            fix = "leave ep_size at 1"
-            yield Problem(
-                ConfigFault.NOT_SUPPORTED, "expert parallelism is not available yet", expected="1", actual=str(self.ep_size), fix=fix
-            )
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> ParallelConfig:

@@ -129,8 +129,9 @@ def delta_rule(
         ``out [batch, heads, seq, dim]`` and the state after the last token.
     """
     outs = []
-    for parts in zip(*(t.split(CHUNK, dim=2) for t in (q, k, v, decay, beta)), strict=True):
-        out, state = _chunk(*parts, state)
+    for start in range(0, q.shape[2], CHUNK):
+        at = slice(start, start + CHUNK)
+        out, state = _chunk(q[:, :, at], k[:, :, at], v[:, :, at], decay[:, :, at], beta[:, :, at], state)
         outs.append(out)
     return torch.cat(outs, dim=2), state
 

@@ -18,7 +18,7 @@ from rtp_llm.layers.cache import CacheShape
 from rtp_llm.layers.indexer import Indexer, IndexerShape
 from rtp_llm.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from rtp_llm.layers.norm import RMSNorm
-from rtp_llm.layers.rotary import RopeParameters, apply_rotary
+from rtp_llm.layers.rotary import RopeParameters, Rotary, apply_rotary
 from rtp_llm.parallel.groups import TensorParallel
 
 #: The norms of the latents have an epsilon of their own in every published model, whatever ``rms_norm_eps`` says.
@@ -80,6 +80,25 @@ def apply_rotary_interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+class WideRotary(Rotary):
+    """Tables in float32 whatever the model's dtype, so that the rotation is computed in float32."""
+
+    def tables(self, start: int, stop: int, *, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().tables(start, stop, dtype=torch.float32, device=device)
+
+
+class Unrotated(Rotary):
+    """Tables of no width, for models that turn nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def tables(self, start: int, stop: int, *, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[stop - start, 0]``, twice."""
+        empty = torch.empty(stop - start, 0, dtype=dtype, device=device)
+        return empty, empty
+
+
 class MultiHeadLatentAttention(nn.Module):
     """``x [batch, seq, hidden] -> [batch, seq, hidden]``.
 
@@ -129,8 +148,8 @@ class MultiHeadLatentAttention(nn.Module):
         latent, shared = self.kv_a(x).split((shape.kv_lora_rank, shape.rope_dim), dim=-1)
         if step.rotary is not None:
             turn = apply_rotary_interleaved if shape.interleaved else apply_rotary
-            shared = turn(shared, *step.rotary)
-            q = torch.cat((q[..., : shape.nope_dim], turn(q[..., shape.nope_dim :], *step.rotary)), dim=-1)
+            shared = turn(shared, *step.rotary).to(x.dtype)
+            q = torch.cat((q[..., : shape.nope_dim], turn(q[..., shape.nope_dim :], *step.rotary).to(x.dtype)), dim=-1)
         kept = torch.cat((self.kv_a_norm(latent), shared), dim=-1)[:, None]
         index_keys = kept[..., :0] if self.indexer is None else self.indexer.keys(x, step.rotary)
         if step.cache is not None:

@@ -111,8 +111,8 @@ class Experts(Planned):
     def experts(self) -> ExpertSlots:
         outward, inward = (self.intermediate_size, self.hidden_size), (self.hidden_size, self.intermediate_size)
         parts = (("gate.weight", outward), ("up.weight", outward), ("down.weight", inward))
-        at = f"layers.{self.layer}"
-        return ExpertSlots(self.layer, f"{at}.experts", f"{at}.router.weight", self.count, parts, self.held)
+        at, dtype = f"layers.{self.layer}", str(self.down.dtype).removeprefix("torch.")
+        return ExpertSlots(self.layer, f"{at}.experts", f"{at}.router", self.count, parts, dtype, self.held)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """``x [tokens, hidden]``, ``weights`` and ``chosen [tokens, top_k]`` to this rank's part of the sum, ``[tokens, hidden]``.
@@ -122,8 +122,8 @@ class Experts(Planned):
         """
         local = self.gate_up.shape[0]
         places = self._places(chosen)
-        order = places.flatten().argsort(stable=True)
-        ends = torch.bincount(places.flatten(), minlength=local + 1).cumsum(0)[:local].to(torch.int32)
+        by_place, order = places.flatten().sort(stable=True)
+        ends = torch.searchsorted(by_place, torch.arange(local, device=x.device), right=True, out_int32=True)
         rows = x[order // chosen.shape[-1]]
         gate, up = grouped_linear(rows, self.gate_up, ends).chunk(2, dim=-1)
         rows = grouped_linear(self.act(gate) * up, self.down, ends)

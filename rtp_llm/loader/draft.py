@@ -12,11 +12,12 @@ from torch import nn
 
 from rtp_llm.checkpoint import Catalog, read_catalog, read_config
 from rtp_llm.config import LoadConfig, ParallelConfig
-from rtp_llm.layers.base import param_specs
+from rtp_llm.layers.base import expert_slots, param_specs
+from rtp_llm.loader.eplb import with_experts
 from rtp_llm.loader.route import choose_dtype, refuse_quantised
 from rtp_llm.models.family import Family
 from rtp_llm.models.registry import resolve
-from rtp_llm.parallel.groups import Groups, TensorParallel
+from rtp_llm.parallel.groups import Groups, groups_at
 from rtp_llm.parallel.shard import check_divisible
 from rtp_llm.plan.join import join
 from rtp_llm.plan.plan import LoadPlan
@@ -62,6 +63,7 @@ def draft(directory: str | os.PathLike[str], parallel: ParallelConfig, load: Loa
     implementation = family.load()
     config = implementation.parse_config(raw, frozenset(t.name for t in catalog.tensors))
     check_divisible(implementation.conditions(config), parallel.tp_size)
+    groups = with_experts(groups, parallel, implementation.experts(config))
     dtype = choose_dtype(load, raw, catalog)
     model = implementation.build(config, groups, getattr(torch, dtype))
     plan = join(
@@ -73,6 +75,7 @@ def draft(directory: str | os.PathLike[str], parallel: ParallelConfig, load: Loa
         parallel=parallel,
         dtype=dtype,
         bytes_staging=staging_bytes(device_type, readers(load), load.buffer_mib * 1024 * 1024),
+        experts=expert_slots(model),
     )
     return Draft(catalog, raw, family, model, plan, dtype)
 
@@ -85,6 +88,5 @@ def build_plan(path: str | os.PathLike[str], parallel: ParallelConfig | None = N
     """
     parallel = parallel or ParallelConfig()
     load = load or LoadConfig.from_environment(os.environ)
-    alone = Groups(tp=TensorParallel(parallel.tp_size, parallel.tp_rank))
     device_type = "cpu" if load.device == "cpu" or not torch.cuda.is_available() else "cuda"
-    return draft(path, parallel, load, alone, device_type).plan
+    return draft(path, parallel, load, groups_at(parallel), device_type).plan

@@ -56,14 +56,14 @@ def export_checkpoint(loaded: LoadedModel, directory: str | os.PathLike[str]) ->
         if world.rank == 0:
             check_room(out, loaded.directory, sum(t.nbytes for t in plan.tensors))
         mine = json.dumps([(d.slot, d.slot_box) for d in plan.deliveries]).encode()
-        schedule = _schedule(plan, [json.loads(text) for text in world.exchange(mine, watch)])
+        schedule = _schedule(plan, [json.loads(text) for text in watch.exchange(mine)])
         exporter = _Exporter(loaded, watch, schedule)
         if world.rank == 0:
             with completed(out) as partial:
                 exporter.write(partial)
         else:
             exporter.send()
-        world.exchange(b"exported", watch)
+        watch.exchange(b"exported")
     return out
 
 
@@ -126,15 +126,15 @@ class _Exporter:
 
     def send(self) -> None:
         """A rank above 0: hands rank 0 what it asks for."""
-        control = self._loaded.world.control
-        assert control is not None
+        data = self._loaded.world.data
+        assert data is not None
         with meeting(self._loaded.world, self._watch) as check:
             for tensors in self._by_file.values():
                 for tensor in tensors:
                     for slot, _ in self._by_raw[tensor.name]:
                         for part in self._schedule[slot]:
                             if part.rank == self._loaded.world.rank:
-                                send_bytes(self._held(slot, part.box, tensor), 0, control, check)
+                                send_bytes(self._held(slot, part.box, tensor), 0, data, check)
 
     def write(self, out: Path) -> None:
         """Rank 0: writes all files."""
@@ -167,10 +167,10 @@ class _Exporter:
         world = self._loaded.world
         if part.rank == world.rank:
             return self._held(slot, part.box, tensor)
-        assert world.control is not None
+        assert world.data is not None
         buffer = torch.empty(extent(part.box), dtype=_torch_dtype(tensor))
         with meeting(world, self._watch) as check:
-            receive_bytes(buffer, part.rank, world.control, check)
+            receive_bytes(buffer, part.rank, world.data, check)
         return buffer
 
     def _held(self, slot: str, box: Box, tensor: TensorInfo) -> torch.Tensor:

@@ -102,12 +102,12 @@ def _load(
     clock: _Clock,
 ) -> LoadedModel:
     with clock.phase("plan"):
-        drafted = draft(path, parallel, load, world.groups(parallel), device.type)
+        drafted = draft(path, parallel, load, world.groups(parallel, watch), device.type)
         plan = drafted.plan
         plan.raise_for_problems()
     with clock.phase("agree"):
-        agree(world, watch, plan.digest, plan.agreement_lines)
-        preflight(plan, device, world, watch)
+        agree(watch, plan.digest, plan.agreement_lines)
+        preflight(plan, device, watch)
     with PeakMeter(device) as meter:
         moved = _move(drafted, device, load, progress, watch, clock)
     verified = None
@@ -115,7 +115,7 @@ def _load(
         with clock.phase("verify"):
             verified = verify(drafted.model, plan, drafted.catalog.directory)
     with clock.phase("close"):
-        world.exchange(b"loaded", watch)
+        watch.exchange(b"loaded")
     report = LoadReport(
         plan=plan,
         device=str(device),

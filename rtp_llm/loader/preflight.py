@@ -10,14 +10,13 @@ import torch
 from rtp_llm.errors import PlanError, Problem
 from rtp_llm.loader.memory import free_bytes
 from rtp_llm.parallel.watch import Watch
-from rtp_llm.parallel.world import World
 from rtp_llm.plan.faults import PlanFault
 from rtp_llm.plan.plan import LoadPlan
 
 _log = logging.getLogger("rtp_llm.loader")
 
 
-def preflight(plan: LoadPlan, device: torch.device, world: World, watch: Watch) -> None:
+def preflight(plan: LoadPlan, device: torch.device, watch: Watch) -> None:
     """Compares each rank's predicted peak with its free memory.
 
     Ranks that share a device (the CPU, or one GPU) are added up: each alone would see the memory of all as its own.
@@ -28,7 +27,7 @@ def preflight(plan: LoadPlan, device: torch.device, world: World, watch: Watch) 
     free = free_bytes(device)
     _log.info("preflight: predicted peak %d bytes, free %d bytes on %s", plan.predicted_peak_bytes, free, device)
     mine = {"device": f"{_host()}/{device}", "peak": plan.predicted_peak_bytes, "free": free}
-    asked = [json.loads(text) for text in world.exchange(json.dumps(mine).encode(), watch)]
+    asked = [json.loads(text) for text in watch.exchange(json.dumps(mine).encode())]
     problems = []
     for place in sorted({a["device"] for a in asked}):
         sharing = [rank for rank, a in enumerate(asked) if a["device"] == place]

@@ -76,6 +76,8 @@ class DecoderDefaults:
     head_dim: int | None = None
     #: Whether ``"head_dim": null`` means ``hidden_size / num_attention_heads``.
     head_dim_may_be_null: bool = True
+    #: Whether ``partial_rotary_factor`` may ask for a part of each head.
+    partial_rotary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ def read_sizes(reader: ConfigReader, defaults: DecoderDefaults) -> Sizes:
     hidden = reader.integer("hidden_size", 4096)
     heads = reader.integer("num_attention_heads", 32)
     kv_heads = reader.optional_integer("num_key_value_heads", defaults.kv_heads) or heads
-    if heads % kv_heads:
+    if heads % kv_heads and reader.sound("num_attention_heads"):
         reader.fail("num_key_value_heads", f"a divisor of num_attention_heads ({heads})", actual=kv_heads)
     head_dim = _read_head_dim(reader, defaults, hidden, heads)
     longest = reader.integer("max_position_embeddings", defaults.max_position_embeddings, most=MAX_POSITIONS)
@@ -115,7 +117,7 @@ def read_sizes(reader: ConfigReader, defaults: DecoderDefaults) -> Sizes:
         act=reader.choice("hidden_act", "silu", ACTIVATIONS),
         norm_eps=reader.number("rms_norm_eps", 1e-6),
         max_position_embeddings=longest,
-        rope=read_rope(reader, head_dim, longest),
+        rope=read_rope(reader, head_dim, longest, partial=defaults.partial_rotary),
     )
 
 
@@ -125,7 +127,7 @@ def _read_head_dim(reader: ConfigReader, defaults: DecoderDefaults, hidden: int,
     else:
         given = reader.integer("head_dim", defaults.head_dim or 1)
     if given is None:
-        if hidden % heads:
+        if hidden % heads and reader.sound("num_attention_heads"):
             reader.fail("hidden_size", f"a multiple of num_attention_heads ({heads}) where there is no head_dim", actual=hidden)
         return max(hidden // heads, 2)
     if given * heads > MAX_SIZE:

@@ -49,7 +49,7 @@ def read_encoder(
     """Reads the fields; problems stay with the reader.  ``default_padding_id`` None: the family does not count from padding."""
     hidden = reader.integer("hidden_size", 768)
     heads = reader.integer("num_attention_heads", 12)
-    if hidden % heads:
+    if hidden % heads and reader.sound("num_attention_heads"):
         reader.fail("hidden_size", f"a multiple of num_attention_heads ({heads})", actual=hidden)
     reader.only("position_embedding_type", ("absolute",), "relative positions are not supported")
     reader.only("is_decoder", (False,), "this family is an encoder")

@@ -10,9 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from rtp_llm.parallel.experts import ExpertLayers
 from rtp_llm.parallel.groups import Groups
 from rtp_llm.parallel.shard import Divides
 from rtp_llm.plan import rules
+
+
+def no_experts(config: Any) -> None:
+    """What dense families have of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +30,14 @@ class Implementation:
     conditions(config): what the number of tensor-parallel ranks must fulfil.
     mapping(config): rules for every tensor that the model needs, and skips, with reasons, for those it does not.
     build(config, groups, dtype): the model of one rank on the meta device, in the dtype that its parameters will have.
+    experts(config): how many experts there are, and in which layers; None for a model, or a family, without any.
     """
 
     parse_config: Callable[[Mapping[str, Any], Collection[str]], Any]
     conditions: Callable[[Any], tuple[Divides, ...]]
     mapping: Callable[[Any], rules.Mapping]
     build: Callable[[Any, Groups, torch.dtype], nn.Module]
+    experts: Callable[[Any], ExpertLayers | None] = no_experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,10 @@ MAX_SHOWN: Final = 100
 class ConfigReader:
     """Typed access to the fields of one JSON object.
 
-    A bad field is noted and a harmless stand-in returned, so that reading goes on; :meth:`finish` then refuses them all
-    at once.  A field that is absent takes its default; one that is ``null`` does so only where ``null`` is a value that
-    the family's reference allows (the ``optional_`` methods).
+    A bad field is noted, once, and its default returned, so that reading goes on; :meth:`finish` then refuses them all at
+    once.  Checks of fields against each other ask :meth:`sound` first, so that one mistake is one problem.  A field that is
+    absent takes its default; one that is ``null`` does so only where ``null`` is a value that the family's reference allows
+    (the ``optional_`` methods).
     """
 
     def __init__(self, raw: Mapping[str, Any], *, path: str = "", problems: list[Problem] | None = None) -> None:
@@ -54,36 +55,43 @@ class ConfigReader:
     def fail(
         self, name: str, expected: str, *, fault: ModelFault = ModelFault.BAD_FIELD, actual: object = None, fix: str | None = None
     ) -> None:
-        """Notes a problem with the field ``name``; ``actual`` is its value unless another is given."""
+        """Notes a problem with the field ``name``, the first one; ``actual`` is its value unless another is given."""
+        if not self.sound(name):
+            return
         if actual is None:
             actual = _shown(self.raw[name]) if name in self.raw else "nothing"
         self.problems.append(Problem(fault, f"field {self._path}{name}", file=CONFIG_FILE, expected=expected, actual=str(actual), fix=fix))
+
+    def sound(self, *names: str) -> bool:
+        """Whether no problem was found with any of these fields."""
+        bad = {problem.what for problem in self.problems}
+        return not any(f"field {self._path}{name}" in bad for name in names)
 
     def integer(self, name: str, default: int, *, least: int = 1, most: int = MAX_SIZE) -> int:
         """A whole number in ``[least, most]``."""
         value = self.raw.get(name, default)
         if not _is_int(value) or not least <= value <= most:
             self.fail(name, f"a whole number from {least} to {most}")
-            return max(least, 1)
+            return default
         return int(value)
 
     def optional_integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE) -> int | None:
         """The same, or None for ``null``."""
         if self.raw.get(name, default) is None:
             return None
-        return self.integer(name, 0 if default is None else default, least=least, most=most)
+        return self.integer(name, least if default is None else default, least=least, most=most)
 
     def number(self, name: str, default: float, *, above: float = 0.0) -> float:
         """A number greater than ``above``, and neither too small nor too large to compute with."""
         value = self.raw.get(name, default)
         if not _is_number(value) or not max(above, MIN_NUMBER) < value <= MAX_NUMBER:
             self.fail(name, f"a number above {above:g}, up to {MAX_NUMBER:g}")
-            return above + 1
+            return default
         return float(value)
 
     def optional_number(self, name: str, *, above: float = 0.0) -> float | None:
         """The same, or None where it is absent or ``null``."""
-        return None if self.raw.get(name) is None else self.number(name, 0.0, above=above)
+        return None if self.raw.get(name) is None else self.number(name, above + 1, above=above)
 
     def boolean(self, name: str, default: bool) -> bool:
         """``true`` or ``false``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rtp_llm.errors import ConfigError, Problem
-from rtp_llm.models.family import Family
+from rtp_llm.models.family import Family, Features
 from rtp_llm.models.faults import ModelFault
 from rtp_llm.models.reader import CONFIG_FILE
 
@@ -31,13 +31,25 @@ def register(families: Iterable[Family]) -> tuple[Family, ...]:
     return table
 
 
+#: What families with experts support.
+_EXPERTS = Features(expert_parallel=True)
+
 FAMILIES: tuple[Family, ...] = register(
     (
         Family("bert", "encoder", ("BertModel", "BertForMaskedLM", "BertForPreTraining"), "rtp_llm.models.bert"),
+        Family("deepseek_v2", "causal", ("DeepseekV2ForCausalLM",), "rtp_llm.models.deepseek_v2", _EXPERTS),
+        Family("deepseek_v3", "causal", ("DeepseekV3ForCausalLM",), "rtp_llm.models.deepseek_v3", _EXPERTS),
+        Family("deepseek_v32", "causal", ("DeepseekV32ForCausalLM",), "rtp_llm.models.deepseek_v32", _EXPERTS),
+        Family("glm4_moe", "causal", ("Glm4MoeForCausalLM",), "rtp_llm.models.glm4_moe", _EXPERTS),
+        Family("glm4_moe_lite", "causal", ("Glm4MoeLiteForCausalLM",), "rtp_llm.models.glm4_moe_lite", _EXPERTS),
+        Family("kimi_linear", "causal", ("KimiLinearForCausalLM",), "rtp_llm.models.kimi_linear", _EXPERTS),
         Family("llama", "causal", ("LlamaForCausalLM",), "rtp_llm.models.llama"),
         Family("mistral", "causal", ("MistralForCausalLM",), "rtp_llm.models.mistral"),
+        Family("mixtral", "causal", ("MixtralForCausalLM",), "rtp_llm.models.mixtral", _EXPERTS),
         Family("qwen2", "causal", ("Qwen2ForCausalLM",), "rtp_llm.models.qwen2"),
+        Family("qwen2_moe", "causal", ("Qwen2MoeForCausalLM",), "rtp_llm.models.qwen2_moe", _EXPERTS),
         Family("qwen3", "causal", ("Qwen3ForCausalLM",), "rtp_llm.models.qwen3"),
+        Family("qwen3_moe", "causal", ("Qwen3MoeForCausalLM",), "rtp_llm.models.qwen3_moe", _EXPERTS),
         Family(
             "roberta",
             "encoder",

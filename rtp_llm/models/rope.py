@@ -28,6 +28,13 @@ def read_rope(reader: ConfigReader, head_dim: int, max_position_embeddings: int,
         if fields.raw.get(name) is None:
             fields.fail(name, f"a value, as rope_type {kind!r} needs one", fault=ModelFault.ABSENT_FIELD)
     dim = _rotated(fields, kind, head_dim, partial)
+    # The dynamic kind has dim - 2 in a denominator.
+    least = 4 if kind == "dynamic" else 2
+    if dim % 2 or dim < least:
+        # Where head_dim follows from two other fields, a problem with those is the one to tell.
+        if reader.raw.get("head_dim") is not None or reader.sound("hidden_size", "num_attention_heads"):
+            reader.fail("head_dim", f"an even number of rotated elements, at least {least}", actual=dim)
+        dim = least
     original = fields.integer("original_max_position_embeddings", max_position_embeddings, most=MAX_POSITIONS)
     return _parameters(fields, kind, dim, max_position_embeddings, original)
 
@@ -67,11 +74,6 @@ def _rotated(fields: ConfigReader, kind: str, head_dim: int, partial: bool) -> i
             fields.fail("partial_rotary_factor", "at most 1.0")
         else:
             dim = int(head_dim * share)
-    # The dynamic kind has dim - 2 in a denominator.
-    least = 4 if kind == "dynamic" else 2
-    if dim % 2 or dim < least:
-        fields.fail("head_dim", f"an even number of rotated elements, at least {least}", actual=dim)
-        return least
     return dim
 
 

@@ -14,3 +14,6 @@ class ParallelFault(Enum):
     RANKS_DISAGREE = "ranks planned different loads"
     RANK_FAILED = "another rank failed"
     RANK_LOST = "another rank died or stopped answering"
+    NO_EXPERTS = "expert parallelism was asked of a model without experts"
+    TOO_MANY_EXPERT_RANKS = "there are more expert-parallel ranks than experts"
+    BAD_EXPERT_TABLE = "a table of physical experts does not fit the model or the ranks"

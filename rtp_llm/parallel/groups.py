@@ -1,4 +1,11 @@
-"""The tensor-parallel group as layers see it: a size, a rank and two collectives."""
+"""The groups of ranks as layers see them: sizes, ranks and two collectives.
+
+World size is ``tp_size * ep_size``; the global rank is ``ep_rank * tp_size + tp_rank``.  Attention and everything dense is
+split over the ``tp_size`` ranks of one tensor-parallel group, and each of the ``ep_size`` groups holds and computes it all:
+so every rank sees the same tokens.  Experts are divided between the groups, and each expert is split over the ranks of its
+group.  Hence a layer of experts needs no token to be sent anywhere: each rank adds up what its shards of its experts give
+for all tokens, and one all-reduce over all ranks makes the whole sum.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from rtp_llm.config.parallel import ParallelConfig
 from rtp_llm.errors import ParallelError, Problem
+from rtp_llm.parallel.experts import Ownership
 from rtp_llm.parallel.faults import ParallelFault
 
 
@@ -50,7 +59,39 @@ class TensorParallel:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertParallel:
+    """``size`` tensor-parallel groups that hold different experts, of which this rank is in number ``rank``.
+
+    ``group`` is that of all ranks together; None as in :class:`TensorParallel`.
+    """
+
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+    ownership: Ownership = Ownership()
+
+    def held(self, layer: int, count: int) -> tuple[tuple[int, ...], ...]:
+        """For each expert-parallel rank the logical experts that it holds; see :meth:`Ownership.held`."""
+        assert self.ownership.ranks == self.size, (self.ownership.ranks, self.size)
+        return self.ownership.held(layer, count)
+
+
+@dataclass(frozen=True, slots=True)
 class Groups:
     """The groups that one rank's layers speak to."""
 
     tp: TensorParallel = TensorParallel()
+    ep: ExpertParallel = ExpertParallel()
+
+    @property
+    def everyone(self) -> TensorParallel:
+        """All ranks of both kinds: those that a layer of experts has to be summed over."""
+        if self.ep.size == 1:
+            return self.tp
+        return TensorParallel(self.tp.size * self.ep.size, self.ep.rank * self.tp.size + self.tp.rank, self.ep.group)
+
+
+def groups_at(parallel: ParallelConfig, tensor: dist.ProcessGroup | None = None, everyone: dist.ProcessGroup | None = None) -> Groups:
+    """The groups of the rank at a place; without process groups they refuse collectives.  Experts are split contiguously."""
+    experts = ExpertParallel(parallel.ep_size, parallel.ep_rank, everyone, Ownership(parallel.ep_size))
+    return Groups(TensorParallel(parallel.tp_size, parallel.tp_rank, tensor), experts)

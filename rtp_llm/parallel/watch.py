@@ -1,4 +1,4 @@
-"""Heartbeats and a shared first error, over the process group's key-value store.
+"""What ranks tell each other besides weights: heartbeats, the first error, and small messages, in a key-value store.
 
 A collective tells a rank that a peer has died only when the rank takes part in it; a rank that reads its weights for a
 minute would learn it a minute later, and a frozen peer never shows.  So each rank beats once a second, watches its
@@ -18,11 +18,13 @@ from torch._C._distributed_c10d import Store
 from rtp_llm.errors import ParallelError, Problem, RtpLlmError
 from rtp_llm.parallel.faults import ParallelFault
 
-#: Seconds between beats: a store request a second and rank is nothing, even for 1,000 ranks.
+#: Seconds between beats: a few store requests a second and rank are nothing, even for 1,000 ranks.
 BEAT_SECONDS = 1.0
 #: Seconds without a beat after which a peer counts as lost.  Long enough for a rank that holds the interpreter lock in
 #: a slow call, short enough that the others end within ten seconds.
 LOST_SECONDS = 7.0
+#: Seconds between two looks for a message, growing from the first to the second, to spare the store of a large group.
+_LOOK_SECONDS = (0.002, 0.05)
 
 _ERROR = "error"
 _DONE = "done"
@@ -31,24 +33,25 @@ _DONE = "done"
 class Watch:
     """Watches the group while the context is open; ``check()`` raises the first error of any rank.
 
-    Leaving the context with an exception posts it, so that the other ranks end with the same cause.
+    Leaving the context with an exception posts it, so that the other ranks end with the same cause.  ``store`` is this
+    watch's own part of the launch's store, empty at first.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, session: str) -> None:
-        self._store, self._rank, self._size = store, rank, size
-        # Keys outlive a load in the store; the session keeps one load's errors out of the next.
-        self._prefix = f"{session}/"
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+        self.rank, self.size = rank, size
+        self._store, self._timeout_s = store, timeout_s
         self._stop = threading.Event()
         self._problem: Problem | None = None
+        self._rounds = 0
         self._thread = threading.Thread(target=self._run, name="rtp_llm-watch", daemon=True)
 
     def __enter__(self) -> Watch:
-        if self._size > 1:
+        if self.size > 1:
             self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._size > 1:
+        if self.size > 1:
             if error is not None:
                 self.post(error)
             self._stop.set()
@@ -59,17 +62,35 @@ class Watch:
         if self._problem is not None:
             raise ParallelError(self._problem)
 
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, in rank order; all ranks call it, in the same order.
+
+        Raises:
+            ParallelError: with the first error of any rank, at once; or after the time-out.
+        """
+        if self.size == 1:
+            return [payload]
+        self._rounds += 1
+        keys = [f"message/{self._rounds}/{rank}" for rank in range(self.size)]
+        deadline, pause = time.monotonic() + self._timeout_s, _LOOK_SECONDS[0]
+        try:
+            self._store.set(keys[self.rank], payload.hex())
+            while not self._store.check(keys):
+                self.check()
+                if time.monotonic() > deadline:
+                    silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                    raise ParallelError(broken(self.rank, self.size, f"nothing from rank(s) {silent} for {self._timeout_s:g} s"))
+                time.sleep(pause)
+                pause = min(2 * pause, _LOOK_SECONDS[1])
+            return [bytes.fromhex(self._store.get(key).decode()) for key in keys]
+        except dist.DistError as error:
+            raise ParallelError(self.first_error(LOST_SECONDS + 1) or _no_store(error)) from error
+
     def post(self, error: BaseException) -> None:
         """Makes ``error`` the group's error, unless there is one already."""
         problem = error.problems[0] if isinstance(error, RtpLlmError) else _unforeseen(error)
-        if isinstance(problem.fault, ParallelFault) and self._problem is not None:
-            return  # the error of another rank, on its way out here
-        rank = self._rank if problem.rank is None else problem.rank
-        text = json.dumps(problem.to_json() | {"rank": rank})
-        try:
-            self._store.compare_set(self._prefix + _ERROR, "", text)
-        except dist.DistError:
-            pass  # the store's host is gone, and with it the group: its own error says so to everyone
+        rank = self.rank if problem.rank is None else problem.rank
+        self._post(problem.to_json() | {"rank": rank})
 
     def first_error(self, seconds: float) -> Problem | None:
         """Waits up to ``seconds`` for an error to be known: a broken connection is seen before its cause is."""
@@ -78,38 +99,63 @@ class Watch:
             time.sleep(BEAT_SECONDS / 10)
         return self._problem
 
+    def _post(self, problem: dict[str, object]) -> None:
+        try:
+            self._store.compare_set(_ERROR, "", json.dumps(problem))
+        except dist.DistError:
+            pass  # the store's host is gone, and with it the group: its own end says so to everyone
+
     def _run(self) -> None:
-        neighbour = (self._rank + 1) % self._size
-        beat, seen, seen_at = 0, "", time.monotonic()
         try:
             # A connection of its own: a request that blocks on the group's connection would stop the beats.
-            store = self._store.clone()  # type: ignore[attr-defined]  # in torch since 2.7, not yet in its stubs
-            while not self._stop.wait(BEAT_SECONDS / 2 if beat else 0):
-                beat += 1
-                store.set(f"{self._prefix}beat/{self._rank}", str(beat))
-                if store.check([self._prefix + _ERROR]):
-                    self._problem = Problem.from_json(json.loads(store.get(self._prefix + _ERROR)))
-                    return
-                if store.check([f"{self._prefix}beat/{neighbour}"]):
-                    now = store.get(f"{self._prefix}beat/{neighbour}").decode()
-                    if now != seen or now == _DONE:
-                        seen, seen_at = now, time.monotonic()
-                if time.monotonic() - seen_at > LOST_SECONDS:
-                    problem = _lost(neighbour)
-                    store.compare_set(self._prefix + _ERROR, "", json.dumps(problem.to_json()))
-                    self._problem = problem
-                    return
-            # The neighbour must not take a rank that has finished for one that has died.
-            store.set(f"{self._prefix}beat/{self._rank}", _DONE)
+            self._beat(self._store.clone())  # type: ignore[attr-defined]  # in torch since 2.7, not yet in its stubs
         except dist.DistError as error:
-            self._problem = Problem(
-                ParallelFault.RANK_LOST,
-                f"the group's store cannot be reached ({error.__class__.__name__}); its host, rank 0 or the launcher, has ended",
-                rank=0,
-                expected="a running process",
-                actual="no connection",
-                fix="look at the output of rank 0 for the cause",
-            )
+            self._problem = _no_store(error)
+
+    def _beat(self, store: Store) -> None:
+        neighbour = (self.rank + 1) % self.size
+        beats, seen, seen_at = 0, b"", time.monotonic()
+        while True:
+            beats += 1
+            store.set(f"beat/{self.rank}", str(beats))
+            if store.check([_ERROR]):
+                self._problem = Problem.from_json(json.loads(store.get(_ERROR)))
+                return
+            if store.check([f"beat/{neighbour}"]):
+                now = store.get(f"beat/{neighbour}")
+                if now != seen or now.decode() == _DONE:
+                    seen, seen_at = now, time.monotonic()
+            if time.monotonic() - seen_at > LOST_SECONDS:
+                self._problem = _lost(neighbour)
+                self._post(self._problem.to_json())
+                return
+            if self._stop.wait(BEAT_SECONDS):
+                # The neighbour must not take a rank that has finished for one that has died.
+                store.set(f"beat/{self.rank}", _DONE)
+                return
+
+
+def broken(rank: int, size: int, what: str) -> Problem:
+    """Ranks that could not meet, for a reason that no rank has given."""
+    return Problem(
+        ParallelFault.RANK_LOST,
+        f"ranks could not meet: {what.splitlines()[0]}",
+        rank=rank,
+        expected=f"all {size} ranks",
+        actual="a broken connection or a time-out",
+        fix="look at the output of the other ranks",
+    )
+
+
+def _no_store(error: dist.DistError) -> Problem:
+    return Problem(
+        ParallelFault.RANK_LOST,
+        f"the group's store cannot be reached ({error.__class__.__name__}): its host, rank 0 or the launcher, has ended",
+        rank=0,
+        expected="a running process",
+        actual="no connection",
+        fix="look at the output of rank 0 for the cause",
+    )
 
 
 def _lost(rank: int) -> Problem:

@@ -16,9 +16,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from rtp_llm.config.parallel import ParallelConfig
 from rtp_llm.errors import ConfigError, ParallelError, Problem
 from rtp_llm.parallel.faults import ParallelFault
-from rtp_llm.parallel.groups import Groups, TensorParallel
-from rtp_llm.parallel.watch import LOST_SECONDS, Watch
-from rtp_llm.parallel.wire import all_gather_bytes
+from rtp_llm.parallel.groups import Groups, groups_at
+from rtp_llm.parallel.watch import LOST_SECONDS, Watch, broken
 
 #: torchrun's variables that say where a process stands (torch.distributed.run).
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -28,52 +27,54 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 class World:
     """This process among those of the launch; alone when ``size`` is 1.
 
-    ``control`` is a gloo group over all ranks, for small messages; layers have groups of their own.
+    Small messages go through the launch's key-value store, since waiting there can be ended at any moment; a collective
+    cannot be left, and would keep a rank from exiting while a frozen peer holds it.  ``data`` is a gloo group over all
+    ranks for tensors on the host; layers have groups of their own.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     timeout_s: float = 300.0
-    control: dist.ProcessGroup | None = None
+    data: dist.ProcessGroup | None = None
     sessions: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
     def watch(self) -> Watch:
         """A watch over one load; every rank opens its watches in the same order."""
-        if self.control is None:
-            return Watch(HashStore(), self.rank, self.size, "alone")
-        store = PrefixStore("rtp_llm", _get_default_store())
-        return Watch(store, self.rank, self.size, f"{self.control.group_name}/{next(self.sessions)}")
+        if self.data is None:
+            return Watch(HashStore(), self.rank, self.size, self.timeout_s)
+        # The group's name is unique in a process; the count tells this world's loads apart.
+        store = PrefixStore(f"rtp_llm/{self.data.group_name}/{next(self.sessions)}", _get_default_store())
+        return Watch(store, self.rank, self.size, self.timeout_s)
 
-    def groups(self, parallel: ParallelConfig) -> Groups:
-        """The groups for a forward pass, or, for a rank whose weights are loaded alone, groups that refuse one."""
-        group = dist.group.WORLD if self.size > 1 else None
-        return Groups(tp=TensorParallel(parallel.tp_size, parallel.tp_rank, group))
+    def groups(self, parallel: ParallelConfig, watch: Watch) -> Groups:
+        """The groups for a forward pass, or, for a rank whose weights are loaded alone, groups that refuse one.
 
-    def exchange(self, payload: bytes, watch: Watch) -> list[bytes]:
-        """Every rank's payload.  Ends with the first error of any rank, with ``ParallelError``, or after the time-out."""
+        With several ranks all of them make all groups, in one order, which they can only if they agree on the sizes.
+
+        Raises:
+            ParallelError: the same on every rank, where they do not.
+        """
         if self.size == 1:
-            return [payload]
-        assert self.control is not None
-        with meeting(self, watch) as check:
-            return all_gather_bytes(payload, self.control, check)
+            return groups_at(parallel)
+        sizes = f"tp_size {parallel.tp_size} ep_size {parallel.ep_size}"
+        agree(watch, sizes, lambda: iter((sizes,)))
+        everyone = dist.group.WORLD
+        tensor = everyone
+        if parallel.ep_size > 1:
+            timeout = timedelta(seconds=self.timeout_s)
+            each = [range(e * parallel.tp_size, (e + 1) * parallel.tp_size) for e in range(parallel.ep_size)]
+            tensor = [dist.new_group(list(ranks), timeout=timeout) for ranks in each][parallel.ep_rank]
+        return groups_at(parallel, tensor, everyone)
 
 
 @contextmanager
 def meeting(world: World, watch: Watch) -> Iterator[Callable[[], None]]:
-    """Turns a collective's failure into the error that caused it on whichever rank."""
+    """Around messages of ``world.data``: turns a broken connection into the error that caused it, on whichever rank."""
     try:
         yield watch.check
     except RuntimeError as error:
-        problem = watch.first_error(LOST_SECONDS + 1) or Problem(
-            ParallelFault.RANK_LOST,
-            f"ranks could not meet: {str(error).splitlines()[0]}",
-            rank=world.rank,
-            expected=f"all {world.size} ranks within {world.timeout_s:g} s",
-            actual="a broken connection or a time-out",
-            fix="look at the output of the other ranks",
-        )
-        raise ParallelError(problem) from error
+        raise ParallelError(watch.first_error(LOST_SECONDS + 1) or broken(world.rank, world.size, str(error))) from error
 
 
 def join_world(environment: Mapping[str, str], device_type: str, timeout_s: float) -> World:
@@ -105,8 +106,8 @@ def join_world(environment: Mapping[str, str], device_type: str, timeout_s: floa
                     fix="start all ranks with one torchrun command",
                 )
             ) from error
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    return World(dist.get_rank(), dist.get_world_size(), where["LOCAL_RANK"], timeout_s, control)
+    data = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return World(dist.get_rank(), dist.get_world_size(), where["LOCAL_RANK"], timeout_s, data)
 
 
 def _standing(environment: Mapping[str, str]) -> dict[str, int]:
@@ -124,7 +125,7 @@ def _standing(environment: Mapping[str, str]) -> dict[str, int]:
     return {name: int(value) for name, value in found.items()}
 
 
-def agree(world: World, watch: Watch, digest: str, lines: Callable[[], Iterator[str]]) -> None:
+def agree(watch: Watch, digest: str, lines: Callable[[], Iterator[str]]) -> None:
     """Makes sure that every rank has planned the same load.
 
     ``digest`` stands for ``lines()``, which are sent only where digests differ, to name the first difference.
@@ -132,11 +133,11 @@ def agree(world: World, watch: Watch, digest: str, lines: Callable[[], Iterator[
     Raises:
         ParallelError: the same on every rank, naming the first rank that differs from rank 0, and where.
     """
-    digests = world.exchange(digest.encode(), watch)
+    digests = watch.exchange(digest.encode())
     other = next((rank for rank, d in enumerate(digests) if d != digests[0]), None)
     if other is None:
         return
-    texts = world.exchange("\n".join(lines()).encode() if world.rank in (0, other) else b"", watch)
+    texts = watch.exchange("\n".join(lines()).encode() if watch.rank in (0, other) else b"")
     first, second = texts[0].decode().splitlines(), texts[other].decode().splitlines()
     ours, theirs = next(((a, b) for a, b in zip_longest(first, second, fillvalue="nothing") if a != b), ("?", "?"))
     raise ParallelError(
@@ -149,8 +150,3 @@ def agree(world: World, watch: Watch, digest: str, lines: Callable[[], Iterator[
             fix="give every rank the same checkpoint and the same settings",
         )
     )
-
-
-def least(world: World, watch: Watch, value: int) -> int:
-    """The smallest ``value`` of any rank."""
-    return min(int(v) for v in world.exchange(str(value).encode(), watch))

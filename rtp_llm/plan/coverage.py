@@ -13,8 +13,8 @@ def tiles(shape: Shape, boxes: Sequence[Box]) -> bool:
     Works slab by slab: the cuts of the first dimension make slabs, and within each slab the boxes that cross it must
     tile the remaining dimensions.  Empty boxes cover nothing and are ignored.
     """
-    if len(boxes) == 1:
-        return boxes[0] == whole(shape)
+    if len(boxes) == 1 and boxes[0] == whole(shape):
+        return True
     if not all(inside(box, shape) for box in boxes):
         return False
     return _tiles(shape, [box for box in boxes if volume(box)])

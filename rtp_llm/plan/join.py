@@ -13,21 +13,23 @@ from rtp_llm.config.parallel import ParallelConfig
 from rtp_llm.errors import Problem
 from rtp_llm.plan.boxes import Box, Shape, whole
 from rtp_llm.plan.coverage import tiles
-from rtp_llm.plan.dtypes import CASTABLE
+from rtp_llm.plan.dtypes import CASTABLE, cast_is_exact
+from rtp_llm.plan.expert_check import Contradicted, contradictions, proposed_names
 from rtp_llm.plan.faults import PlanFault
 from rtp_llm.plan.ops import Source
-from rtp_llm.plan.pieces import Fill, ParamSpec, Piece
+from rtp_llm.plan.pieces import ExpertSlots, Fill, ParamSpec
 from rtp_llm.plan.plan import Delivery, LoadPlan, Skipped, Target, agreement_lines, compatible, digest
-from rtp_llm.plan.rules import Mapping, template
+from rtp_llm.plan.rules import Mapping, Misfit, template
 
 
 @dataclass(slots=True)
 class Provided:
-    """What a mapping makes of a catalogue."""
+    """What a mapping makes of a catalogue; ``misfits`` are tensors, by name, that their rule cannot divide."""
 
     slots: dict[str, Source] = field(default_factory=dict)
     skipped: list[Skipped] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    misfits: dict[str, Misfit] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -36,16 +38,23 @@ def provide(mapping: Mapping, tensors: Iterable[TensorInfo]) -> Provided:
     found = Provided()
     for tensor in tensors:
         key, numbers = template(tensor.name)
+        reason = mapping.skip_reason(key, numbers)
+        if reason is not None:
+            found.skipped.append(Skipped(tensor.name, reason))
+            continue
         rule = mapping.by_template.get(key)
         if rule is None:
-            reason = mapping.skip_reasons.get(key)
-            if reason is None:
-                found.unexpected.append(tensor.name)
-            else:
-                found.skipped.append(Skipped(tensor.name, reason))
+            found.unexpected.append(tensor.name)
             continue
+        misfit = rule.misfit(tensor.shape)
+        if misfit is not None:
+            found.misfits[tensor.name] = misfit
+            continue
+        provisions = tuple(rule.provide(numbers, tensor.shape))
+        if not provisions:
+            found.unexpected.append(tensor.name)
         boxes: list[Box] = []
-        for provision in rule.provide(numbers, tensor.shape):
+        for provision in provisions:
             source = Source(tensor.name, tensor.shape, provision.ops)
             other = found.slots.setdefault(provision.slot, source)
             if other is not source:
@@ -88,6 +97,7 @@ def join(
     parallel: ParallelConfig,
     dtype: str,
     bytes_staging: int,
+    experts: tuple[ExpertSlots, ...] = (),
 ) -> LoadPlan:
     """Joins a catalogue with one rank's parameters.
 
@@ -97,6 +107,7 @@ def join(
         params: the rank's parameters; their tiles must fill each exactly once (asserted: a layer's mistake).
         architecture, family, parallel, dtype: what the digest and the report name; ``dtype`` is torch's name.
         bytes_staging: what the transport's buffers take beside the parameters.
+        experts: the experts of every layer, on all ranks.
 
     Returns:
         A plan; with ``problems`` where the two sides do not fit (all of them at once), which must not be carried out.
@@ -104,14 +115,21 @@ def join(
     params = tuple(params)
     tensors = {t.name: t for t in catalog.tensors}
     found = provide(mapping, catalog.tensors)
-    needs, wants, fills, problems = _needs(params, found.slots, tensors)
+    wrong = contradictions(experts, found.slots, found.misfits, tensors)
+    needs, wants, fills, problems = _needs(params, experts, found.slots, tensors, wrong)
 
-    unused = sorted({source.raw for slot, source in found.slots.items() if slot not in needs})
+    unused = {source.raw for slot, source in found.slots.items() if slot not in needs and not wrong.concern(slot)}
     unexpected = tuple(sorted([*found.unexpected, *unused]))
-    absent = sorted(slot for slot in needs if slot not in found.slots)
+    absent = {
+        slot: proposed_names(mapping, slot, tensors)
+        for slot in sorted(slot for slot in needs if slot not in found.slots and not wrong.concern(slot))
+    }
+    # What a misfit would provide is not missing: the misfit is what is wrong.
+    absent = {slot: names for slot, names in absent.items() if not any(name in found.misfits for name in mapping.raw_names(slot))}
     problems += found.problems
-    problems += [_unexpected(tensors[raw]) for raw in unexpected]
-    problems += [_missing(slot, needs[slot], mapping.raw_names(slot)) for slot in absent]
+    problems += wrong.problems
+    problems += [_unexpected(tensors[raw], mapping) for raw in unexpected]
+    problems += [_missing(slot, needs[slot], names) for slot, names in absent.items()]
 
     deliveries = tuple(
         sorted(
@@ -123,7 +141,7 @@ def join(
         )
     )
     model_digest = slots_digest(needs)
-    lines = agreement_lines(architecture, parallel, dtype, catalog.tensors, found.slots, model_digest)
+    lines = agreement_lines(architecture, parallel, dtype, catalog.tensors, found.slots, experts, model_digest)
     return LoadPlan(
         architecture=architecture,
         family=family,
@@ -133,16 +151,18 @@ def join(
         deliveries=deliveries,
         fills=tuple(fills),
         skipped=tuple(found.skipped),
-        missing=tuple(sorted((mapping.raw_names(slot) or (slot,))[0] for slot in absent)),
+        missing=tuple(sorted((names or (slot,))[0] for slot, names in absent.items())),
         unexpected=unexpected,
         problems=tuple(sorted(problems, key=Problem.sort_key)),
         notes=catalog.notes,
         files=catalog.files,
         tensors=catalog.tensors,
         slots=found.slots,
+        experts=experts,
+        mapping=mapping,
         bytes_resident=sum(prod(p.shape) * DTYPES_BY_TORCH_NAME[p.dtype].bits * DTYPES_BY_TORCH_NAME[p.dtype].packed // 8 for p in params),
         bytes_staging=bytes_staging,
-        bytes_transient=max((2 * d.nbytes for d in deliveries if not d.passes), default=0),
+        bytes_transient=max((2 * d.nbytes for d in deliveries if not d.divisible), default=0),
         model_digest=model_digest,
         digest=digest(lines),
     )
@@ -154,13 +174,31 @@ def slots_digest(needs: dict[str, Shape]) -> str:
 
 
 def _needs(
-    params: tuple[ParamSpec, ...], slots: dict[str, Source], tensors: dict[str, TensorInfo]
+    params: tuple[ParamSpec, ...],
+    experts: tuple[ExpertSlots, ...],
+    slots: dict[str, Source],
+    tensors: dict[str, TensorInfo],
+    wrong: Contradicted,
 ) -> tuple[dict[str, Shape], dict[tuple[str, Box], list[Target]], list[tuple[str, Fill]], list[Problem]]:
-    """Goes through the parameters once: the slots they need, who wants which box, fills, shape and dtype problems."""
+    """Goes through the parameters once: the slots they need, who wants which box, fills, shape and dtype problems.
+
+    The slots of experts on other ranks are needed as well, though no parameter here wants them.
+    """
     needs: dict[str, Shape] = {}
     wants: defaultdict[tuple[str, Box], list[Target]] = defaultdict(list)
     fills: list[tuple[str, Fill]] = []
     problems: dict[tuple[PlanFault, str], Problem] = {}
+
+    def fits(slot: str, shape: Shape, dtype: str, exact: bool) -> bool:
+        source = slots.get(slot)
+        if source is None or wrong.concern(slot):
+            return False
+        tensor = tensors[source.raw]
+        fault = _misfit(shape, dtype, exact, source, tensor)
+        if fault is not None and (fault, slot) not in problems:
+            problems[fault, slot] = _describe(fault, slot, shape, dtype, source, tensor)
+        return fault is None
+
     for param in params:
         assert tiles(param.shape, [t.local_box for t in param.tiles]), f"{param.name}: tiles do not fill {param.shape} exactly once"
         for tile in param.tiles:
@@ -169,43 +207,50 @@ def _needs(
                 continue
             assert compatible(tile.slot_box, tile.local_box), f"{param.name}: {tile} changes shape"
             assert needs.setdefault(tile.slot, tile.slot_shape) == tile.slot_shape, f"{tile.slot}: layers expect different shapes"
-            source = slots.get(tile.slot)
-            if source is None:
-                continue
-            tensor = tensors[source.raw]
-            problem = _misfit(param, tile, source, tensor)
-            if problem is None:
+            if fits(tile.slot, tile.slot_shape, param.dtype, param.exact):
                 wants[tile.slot, tile.slot_box].append(Target(param.name, tile.local_box))
-            else:
-                problems.setdefault(problem, _describe(problem[0], param, tile, source, tensor))
+    for layer in experts:
+        for slot, shape in layer.slots():
+            if slot not in needs:
+                needs[slot] = shape
+                fits(slot, shape, layer.dtype, False)
     return needs, wants, fills, list(problems.values())
 
 
-def _misfit(param: ParamSpec, piece: Piece, source: Source, tensor: TensorInfo) -> tuple[PlanFault, str] | None:
-    if (source.slot_shape if source.ops else source.shape) != piece.slot_shape:
-        return PlanFault.SHAPE_MISMATCH, piece.slot
+def _misfit(shape: Shape, dtype: str, exact: bool, source: Source, tensor: TensorInfo) -> PlanFault | None:
+    if (source.slot_shape if source.ops else source.shape) != shape:
+        return PlanFault.SHAPE_MISMATCH
     stored = DTYPES[tensor.dtype].torch_name
-    if stored != param.dtype and not (tensor.dtype in CASTABLE and param.dtype in CASTABLE.values()):
-        return PlanFault.DTYPE_MISMATCH, piece.slot
-    return None
+    if stored == dtype:
+        return None
+    if not (tensor.dtype in CASTABLE and dtype in CASTABLE.values()):
+        return PlanFault.DTYPE_MISMATCH
+    return PlanFault.PRECISION_LOST if exact and not cast_is_exact(dtype, CASTABLE[tensor.dtype]) else None
 
 
-def _describe(fault: PlanFault, param: ParamSpec, piece: Piece, source: Source, tensor: TensorInfo) -> Problem:
+def _describe(fault: PlanFault, slot: str, shape: Shape, dtype: str, source: Source, tensor: TensorInfo) -> Problem:
     if fault is PlanFault.SHAPE_MISMATCH:
         what = "does not have the shape that config.json asks for"
-        expected, actual = str(list(piece.slot_shape)), str(list(source.slot_shape))
+        expected, actual = str(list(shape)), str(list(source.slot_shape))
         fix = "check that config.json belongs to these weights"
+        if actual == str(list(shape[::-1])):
+            fix = "the two dimensions look exchanged; " + fix
+    elif fault is PlanFault.PRECISION_LOST:
+        what = f"is stored in a dtype too narrow for {slot}"
+        expected, actual = f"{dtype} or wider", tensor.dtype
+        fix = "take it from the original checkpoint; casting it back does not bring back what was rounded away"
     else:
-        what = f"is stored in a dtype that {param.name} cannot take"
-        expected, actual = f"one of {sorted(CASTABLE)}" if param.dtype in CASTABLE.values() else param.dtype, tensor.dtype
+        what = f"is stored in a dtype that {slot} cannot take"
+        expected, actual = f"one of {sorted(CASTABLE)}" if dtype in CASTABLE.values() else dtype, tensor.dtype
         fix = "a quantised checkpoint must say so in config.json; convert this one, or choose another"
     return Problem(fault, what, file=tensor.file, tensor=tensor.name, expected=expected, actual=actual, fix=fix)
 
 
-def _unexpected(tensor: TensorInfo) -> Problem:
+def _unexpected(tensor: TensorInfo, mapping: Mapping) -> Problem:
+    key, _ = template(tensor.name)
     return Problem(
         PlanFault.UNEXPECTED_TENSOR,
-        "the model has no place for it",
+        mapping.refusals.get(key, "the model has no place for it"),
         file=tensor.file,
         tensor=tensor.name,
         expected="a tensor of this architecture, within the sizes of config.json",

@@ -24,6 +24,8 @@ class Op(Protocol):
 
     #: Whether elements keep their order, so that bytes may go from the file to their place as they are.
     verbatim: ClassVar[bool]
+    #: Whether a box can be cut into parts that pass one by one.
+    local: ClassVar[bool]
 
     def out_shape(self, shape: Shape) -> Shape:
         """The output's shape."""
@@ -48,6 +50,7 @@ class Select:
     index: int
 
     verbatim: ClassVar[bool] = True
+    local: ClassVar[bool] = True
 
     def out_shape(self, shape: Shape) -> Shape:
         return shape[1:]
@@ -73,6 +76,7 @@ class Rows:
     count: int
 
     verbatim: ClassVar[bool] = True
+    local: ClassVar[bool] = True
 
     def out_shape(self, shape: Shape) -> Shape:
         return (self.count, *shape[1:])
@@ -97,6 +101,7 @@ class Transpose:
     """The last two dimensions change places."""
 
     verbatim: ClassVar[bool] = False
+    local: ClassVar[bool] = True
 
     def out_shape(self, shape: Shape) -> Shape:
         return (*shape[:-2], shape[-1], shape[-2])
@@ -125,6 +130,7 @@ class Deinterleave:
     heads: int
 
     verbatim: ClassVar[bool] = False
+    local: ClassVar[bool] = False
 
     def out_shape(self, shape: Shape) -> Shape:
         return shape

@@ -8,6 +8,7 @@ different pieces.  A layer states pieces and never loads anything.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rtp_llm.plan.boxes import Box, Shape, whole
@@ -42,9 +43,38 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One local parameter: its name in the module tree, its local shape, its torch dtype name, and its tiling."""
+    """One local parameter: its name in the module tree, its local shape, its torch dtype name, and its tiling.
+
+    ``exact``: the checkpoint must hold it in a dtype with at least this precision; a narrower one is refused, since it has
+    lost what the model needs.
+    """
 
     name: str
     shape: Shape
     dtype: str
     tiles: tuple[Piece | Fill, ...]
+    exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSlots:
+    """All experts of one layer, on whichever rank they live: the slots ``{slot}.{e}.{part}`` for each expert and part.
+
+    A rank's parameters name the slots of its own experts only.  With these it knows the others' as well: their tensors are
+    not unexpected, and are missed when they are absent.  The slots below ``router`` have a row for each expert as well.
+    ``dtype`` is torch's name of the parameters' dtype; ``held``: for each expert-parallel rank the experts it holds.
+    """
+
+    layer: int
+    slot: str
+    router: str
+    count: int
+    parts: tuple[tuple[str, Shape], ...]
+    dtype: str
+    held: tuple[tuple[int, ...], ...]
+
+    def slots(self) -> Iterator[tuple[str, Shape]]:
+        """Every slot with its full shape."""
+        for expert in range(self.count):
+            for part, shape in self.parts:
+                yield f"{self.slot}.{expert}.{part}", shape

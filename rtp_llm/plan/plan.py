@@ -11,9 +11,11 @@ from rtp_llm.checkpoint.catalog import FileInfo, TensorInfo
 from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.config.parallel import ParallelConfig
 from rtp_llm.errors import PlanError, Problem
+from rtp_llm.plan import rules
 from rtp_llm.plan.boxes import Box, extent, volume
+from rtp_llm.plan.experts import ExpertLayout, expert_layouts
 from rtp_llm.plan.ops import Source
-from rtp_llm.plan.pieces import Fill, ParamSpec
+from rtp_llm.plan.pieces import ExpertSlots, Fill, ParamSpec
 from rtp_llm.plan.ranges import parts
 
 
@@ -49,6 +51,11 @@ class Delivery:
         return self.tensor.strides is None and self.source.passes(self.slot_box)
 
     @property
+    def divisible(self) -> bool:
+        """Whether it may be read in parts: no op, and no order of elements in the file, ties them together."""
+        return self.tensor.strides is None and all(op.local for op in self.source.ops)
+
+    @property
     def verbatim(self) -> bool:
         """Whether the bytes of ``raw_box``, end to end, are those of ``slot_box``: no op moves elements."""
         return all(op.verbatim for op in self.source.ops)
@@ -67,8 +74,8 @@ class Delivery:
 
     def parts(self, most_bytes: int) -> Iterator[Delivery]:
         """This delivery cut into parts of at most ``most_bytes`` read, along the raw tensor's leading dimensions; one
-        that does not pass a box stays whole."""
-        if not self.passes or self.nbytes <= most_bytes:
+        that is not divisible stays whole."""
+        if not self.divisible or self.nbytes <= most_bytes:
             yield self
             return
         elements = max(1, most_bytes * prod(self.tensor.shape) // self.tensor.nbytes)
@@ -102,7 +109,8 @@ class LoadPlan:
 
     ``digest`` is the part on which all ranks must agree (files, tensors, mapping, sizes, dtype; no path, no rank);
     ``predicted_peak_bytes`` counts this rank's parameters, the transport's staging buffers and the largest tensor that
-    has to be read whole.  ``missing``, ``unexpected`` and ``problems`` are empty in a plan that may be carried out.
+    has to be read whole.  ``experts`` is empty for a model without experts; ``missing``, ``unexpected`` and ``problems`` are
+    empty in a plan that may be carried out.
     """
 
     architecture: str
@@ -120,6 +128,8 @@ class LoadPlan:
     files: tuple[FileInfo, ...]
     tensors: tuple[TensorInfo, ...] = field(repr=False)
     slots: Mapping[str, Source] = field(repr=False)
+    experts: tuple[ExpertSlots, ...] = field(repr=False)
+    mapping: rules.Mapping = field(repr=False)
     bytes_resident: int
     bytes_staging: int
     bytes_transient: int
@@ -128,7 +138,11 @@ class LoadPlan:
 
     def agreement_lines(self) -> Iterator[str]:
         """What :attr:`digest` is made of; see the function of this name."""
-        return agreement_lines(self.architecture, self.parallel, self.dtype, self.tensors, self.slots, self.model_digest)
+        return agreement_lines(self.architecture, self.parallel, self.dtype, self.tensors, self.slots, self.experts, self.model_digest)
+
+    def expert_layouts(self) -> dict[tuple[int, str], ExpertLayout]:
+        """How the checkpoint has the experts, by layer and weight (``gate_up``, ``down``); see the function of this name."""
+        return expert_layouts(self.mapping, (t.name for t in self.tensors)) if self.experts else {}
 
     @property
     def bytes_read(self) -> int:
@@ -156,6 +170,7 @@ def agreement_lines(
     dtype: str,
     tensors: tuple[TensorInfo, ...],
     slots: Mapping[str, Source],
+    experts: tuple[ExpertSlots, ...],
     model_digest: str,
 ) -> Iterator[str]:
     """What all ranks must have in common, a line each, in a fixed order; the digest is their hash.
@@ -164,6 +179,8 @@ def agreement_lines(
     """
     yield f"architecture {architecture} dtype {dtype} tp_size {parallel.tp_size} ep_size {parallel.ep_size}"
     yield f"logical tensors {model_digest}"
+    for layer in experts:
+        yield f"experts of layer {layer.layer} on expert-parallel ranks {layer.held}"
     for t in tensors:
         yield f"tensor {t.name} {t.dtype} {list(t.shape)} in {t.file} at {t.start}"
     for slot in sorted(slots):

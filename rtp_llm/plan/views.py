@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import prod
 from typing import Any
 
+from rtp_llm.checkpoint.dtypes import DTYPES_BY_TORCH_NAME
+from rtp_llm.plan.boxes import Shape
 from rtp_llm.plan.plan import LoadPlan
 
 
@@ -13,7 +16,7 @@ def plan_json(plan: LoadPlan) -> dict[str, Any]:
 
     ``parameters`` counts elements, ``tensors`` parameter tensors; ``bytes_*`` and ``predicted_peak_bytes`` are this
     rank's; ``files`` lists what is read of each file; ``missing`` and ``unexpected`` are names of checkpoint tensors;
-    ``skipped`` has a reason for each.
+    ``skipped`` has a reason for each; ``experts`` is :func:`expert_table`.
     """
     read: Counter[str] = Counter()
     tensors: Counter[str] = Counter()
@@ -38,8 +41,40 @@ def plan_json(plan: LoadPlan) -> dict[str, Any]:
         "files": [
             {"name": f.name, "format": f.format, "bytes": f.size, "bytes_read": read[f.name], "reads": tensors[f.name]} for f in plan.files
         ],
+        "experts": expert_table(plan),
         "missing": list(plan.missing),
         "unexpected": list(plan.unexpected),
         "skipped": [{"tensor": s.raw, "reason": s.reason} for s in plan.skipped],
         "notes": [n.to_json() for n in plan.notes],
     }
+
+
+def expert_table(plan: LoadPlan) -> list[dict[str, Any]]:
+    """Which expert-parallel rank holds which experts, and how the checkpoint has them: an entry for layers that are alike.
+
+    ``bytes`` are those of one layer's experts on one of the rank's tensor-parallel ranks; an expert that a rank holds twice
+    counts twice.  Empty for a model without experts.
+    """
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    found: dict[int, list[tuple[str, str]]] = {}
+    for (number, weight), layout in plan.expert_layouts().items():
+        found.setdefault(number, []).append((weight, layout.name))
+    for layer in plan.experts:
+        layouts = tuple(found.get(layer.layer, ()))
+        alike.setdefault((layer.count, layer.held, layer.parts, layer.dtype, layouts), []).append(layer.layer)
+    return [
+        {
+            "layers": layers,
+            "count": count,
+            "layout": {weight: name.lower().replace("_", "-") for weight, name in layouts},
+            "ranks": [
+                {"ep_rank": rank, "experts": list(experts), "bytes": len(experts) * _expert_bytes(parts, dtype) // plan.parallel.tp_size}
+                for rank, experts in enumerate(held)
+            ],
+        }
+        for (count, held, parts, dtype, layouts), layers in alike.items()
+    ]
+
+
+def _expert_bytes(parts: tuple[tuple[str, Shape], ...], dtype: str) -> int:
+    return sum(prod(shape) for _, shape in parts) * DTYPES_BY_TORCH_NAME[dtype].bits // 8

@@ -15,6 +15,9 @@ from rtp_llm.runtime.faults import RuntimeFault
 #: What transformers raises for tokenizer files that are absent or make no sense.
 _TOKENIZER_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, IndexError, RecursionError)
 
+#: What a template may raise: its own errors, and those of the expressions in it.
+_TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer.  Local files only, and code from the checkpoint is never run.
@@ -68,7 +71,7 @@ def _chat(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     messages = [{"role": "user", "content": prompt}]
     try:
         encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    except (TemplateError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+    except _TEMPLATE_ERRORS as error:
         problem = Problem(
             RuntimeFault.BAD_CHAT_TEMPLATE, "the chat template fails", actual=_brief(error), expected="a prompt", fix="use --raw"
         )

@@ -845,6 +845,21 @@ def pickle_executes(d: Path) -> None:
     _malicious(d / BIN, d / "executed")
 
 
+@attack(F.UNSAFE_PICKLE, BIN)
+def pickle_calls_torch(d: Path) -> None:
+    """A pickle that calls a function of torch itself, which would load another file without any care."""
+    with_config(d)
+    archive(d / BIN, b"\x80\x02ctorch.hub\nload\n(X\x01\x00\x00\x00xtR.")
+
+
+@attack(F.UNSAFE_PICKLE, BIN)
+def pickle_evaluates(d: Path) -> None:
+    """A built-in function, from the module that also has harmless ones."""
+    with_config(d)
+    code = f"__import__('os').mkdir({str(d / 'executed')!r})".encode()
+    archive(d / BIN, b"\x80\x02c__builtin__\neval\n(X" + struct.pack("<I", len(code)) + code + b"tR.")
+
+
 @attack(F.LEGACY_PICKLE, BIN)
 def legacy_pickle(d: Path) -> None:
     """The same without an archive around it, as torch wrote before version 1.6."""

@@ -27,12 +27,11 @@ def findings(path: Path, attack: Attack) -> tuple[Problem, ...]:
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda a: a.name)
-def test_attack_is_named(attack: Attack, tmp_path: Path) -> None:
+def test_attack_is_named(attack: Attack, place: Path) -> None:
     """The finding has the attack's fault, names its file and tensor, and is fit for a terminal; no code of the
     checkpoint ran."""
-    root = tmp_path / "checkpoint"
-    found = findings(attack.build(root), attack)
-    assert not (root / "executed").exists(), "the checkpoint's code was executed"
+    found = findings(attack.build(place), attack)
+    assert not (place / "executed").exists(), "the checkpoint's code was executed"
     if attack.fault is None:
         assert found == ()
         return

@@ -20,7 +20,7 @@ Examples:
 
 @click.command(short_help="Load, and report bytes, time and memory.", epilog=_EXAMPLES)
 @checkpoint_argument
-@setting_options(*LOADING, "tp_rank", "verify")
+@setting_options(*LOADING, "tp_rank", "ep_rank", "verify")
 @common
 @click.pass_context
 def load(context: click.Context, /, checkpoint: str, **flags: Any) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from rtp_llm.cli.options import checkpoint_argument, common, output_of, resolve, setting_options
-from rtp_llm.cli.output import pairs, printable, size, table
-from rtp_llm.cli.session import check_checkpoint
+from rtp_llm.cli.output import pairs, printable, ranges, size, table
+from rtp_llm.cli.session import check_checkpoint, place
 from rtp_llm.errors import Problem
 
 
@@ -19,7 +19,7 @@ from rtp_llm.errors import Problem
     epilog="\b\nExamples:\n  rtp-llm plan ./Qwen3-8B\n  rtp-llm plan ./Qwen3-8B --tp_size 4 --rank 3 --json",
 )
 @checkpoint_argument
-@setting_options("tp_size", "tp_rank", "ep_size", "dtype", "quantization", "reader_threads", "buffer_mib")
+@setting_options("tp_size", "tp_rank", "ep_size", "ep_rank", "eplb", "dtype", "quantization", "reader_threads", "buffer_mib")
 @common
 @click.pass_context
 def plan(context: click.Context, /, checkpoint: str, **flags: Any) -> int:
@@ -43,7 +43,7 @@ def _text(document: dict[str, Any], problems: tuple[Problem, ...]) -> None:
     pairs(
         [
             ("architecture", f"{document['architecture']} (family {document['family']})"),
-            ("rank", f"{document['tp_rank']} of {document['tp_size']}"),
+            ("rank", place(document)),
             ("parameters", f"{document['parameters']:,} in {document['tensors']} tensors, {document['dtype']}"),
             ("resident", size(document["bytes_resident"])),
             ("read", size(document["bytes_read"])),
@@ -53,8 +53,8 @@ def _text(document: dict[str, Any], problems: tuple[Problem, ...]) -> None:
     )
     rows = [(f["name"], f["reads"], size(f["bytes_read"]), size(f["bytes"])) for f in document["files"]]
     table(("file", "reads", "read", "size"), rows, frozenset({1, 2, 3}))
-    for skipped in document["skipped"]:
-        click.echo(f"skipped: {printable(skipped['tensor'])}: {printable(skipped['reason'])}")
+    _experts(document)
+    _skipped(document)
     for label, names in (("missing", document["missing"]), ("unexpected", document["unexpected"])):
         for name in names:
             click.echo(f"{label}: {printable(name)}")
@@ -63,3 +63,38 @@ def _text(document: dict[str, Any], problems: tuple[Problem, ...]) -> None:
     for problem in problems:
         click.echo(f"problem: {printable(problem)}")
     click.echo(f"{len(problems)} problems" if problems else "no problems")
+
+
+#: Skipped tensors with one reason beyond which only their number is printed: a layer of experts has hundreds.
+_MOST_SKIPPED = 8
+
+
+def _skipped(document: dict[str, Any]) -> None:
+    by_reason: dict[str, list[str]] = {}
+    for skipped in document["skipped"]:
+        by_reason.setdefault(skipped["reason"], []).append(skipped["tensor"])
+    for reason, tensors in by_reason.items():
+        if len(tensors) > _MOST_SKIPPED:
+            click.echo(f"skipped: {len(tensors)} tensors, {printable(tensors[0])} and others: {printable(reason)}")
+        else:
+            for tensor in tensors:
+                click.echo(f"skipped: {printable(tensor)}: {printable(reason)}")
+
+
+#: Rows of the expert table beyond which only this rank's are printed.
+_MOST_ROWS = 128
+
+
+def _experts(document: dict[str, Any]) -> None:
+    """Which rank holds which experts, a row for each rank and each run of layers that are alike."""
+    rows = []
+    for entry in document["experts"]:
+        layouts = sorted({*entry["layout"].values()})
+        for rank in entry["ranks"]:
+            numbers = (ranges(entry["layers"]), rank["ep_rank"], ranges(rank["experts"]), size(rank["bytes"]), " and ".join(layouts))
+            rows.append(numbers)
+    if len(rows) > _MOST_ROWS:
+        rows = [row for row in rows if row[1] == document["ep_rank"]]
+        click.echo(f"experts of expert-parallel rank {document['ep_rank']} (--json lists all ranks):")
+    if rows:
+        table(("layers", "ep rank", "experts", "bytes a layer", "in the checkpoint"), rows, frozenset({1, 3}))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from types import TracebackType
 
 import torch
 
@@ -44,7 +45,7 @@ class ScratchTransport:
 
 
 def _finish(readers: list[Future[Moved]], work: _Work) -> None:
-    """Waits for all readers; the first error, or an interrupt here, stops the others at their next part."""
+    """Waits for all readers; an error of one, or an interrupt here, stops the others at their next part."""
     try:
         done, _ = wait(readers, return_when=FIRST_EXCEPTION)
         for reader in done:
@@ -54,12 +55,22 @@ def _finish(readers: list[Future[Moved]], work: _Work) -> None:
 
 
 class _Work:
-    """The plan's deliveries in parts, handed out in file order to whoever asks next."""
+    """The plan's deliveries in parts, handed out in file order to whoever asks next.
+
+    Each reader works within its context: one that leaves it with an error ends the work of all.
+    """
 
     def __init__(self, plan: LoadPlan, most_bytes: int) -> None:
         self._lock = threading.Lock()
         self._stopped = False
         self._parts: Iterator[Delivery] = (part for delivery in plan.deliveries for part in delivery.parts(most_bytes))
+
+    def __enter__(self) -> _Work:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self.stop()
 
     def next(self) -> Delivery | None:
         with self._lock:
@@ -79,7 +90,7 @@ class _Reader:
 
     def run(self, work: _Work, check: Callable[[], None]) -> Moved:
         read = copied = 0
-        with Staging(self._device, self._buffer_bytes) as staging:
+        with work, Staging(self._device, self._buffer_bytes) as staging:
             while (part := work.next()) is not None:
                 check()
                 nbytes = part.nbytes

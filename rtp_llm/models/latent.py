@@ -1,0 +1,138 @@
+"""The decoder with multi-head latent attention: conditions, tensor names, assembly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import nn
+
+from rtp_llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from rtp_llm.layers.mla import MLAShape, MultiHeadLatentAttention, Unrotated, WideRotary
+from rtp_llm.layers.mlp import GatedMLP
+from rtp_llm.layers.norm import RMSNorm
+from rtp_llm.layers.rotary import Rotary
+from rtp_llm.layers.transformer import CausalLM, DecoderLayer
+from rtp_llm.models.latent_config import LatentConfig
+from rtp_llm.models.moe import MoENames, moe_block, mtp_skip, with_moe
+from rtp_llm.parallel.experts import ExpertLayers
+from rtp_llm.parallel.groups import Groups
+from rtp_llm.parallel.shard import Divides
+from rtp_llm.plan.rules import AnyRule, Mapping, Rule, Skip
+
+_RECOMPUTED = "rotary frequencies are computed from the configuration"
+_SKIPS = (
+    Skip("model.layers.{}.self_attn.rotary_emb.inv_freq", _RECOMPUTED),
+    Skip("model.rotary_emb.inv_freq", _RECOMPUTED),
+)
+
+#: How DeepSeek and those after it spell experts, one by one or, as transformers holds them in memory, stacked.
+_EXPERTS = MoENames(bias="gate.e_score_correction_bias", shared="shared_experts")
+
+
+def latent_conditions(config: LatentConfig) -> tuple[Divides, ...]:
+    """Heads and intermediate sizes are split over the ranks; latents are not."""
+    found = [Divides("attention heads", config.sizes.attention.heads)]
+    if len(config.moe.layers) < config.sizes.layers:
+        found.append(Divides("elements of intermediate_size", config.sizes.intermediate_size))
+    return (*found, *config.moe.conditions())
+
+
+def latent_experts(config: LatentConfig) -> ExpertLayers | None:
+    """What there is to divide between expert-parallel ranks."""
+    return config.moe.experts
+
+
+def attention_modules(shape: MLAShape) -> Iterator[tuple[str, str, bool]]:
+    """Modules of an attention block: name under ``self_attn.``, slot under ``attn.``, whether there is a bias."""
+    if shape.q_lora_rank is None:
+        yield "q_proj", "q", False
+    else:
+        yield "q_a_proj", "q_a", shape.bias
+        yield "q_a_layernorm", "q_a_norm", False
+        yield "q_b_proj", "q_b", False
+    yield "kv_a_proj_with_mqa", "kv_a", shape.bias
+    yield "kv_a_layernorm", "kv_a_norm", False
+    yield "kv_b_proj", "kv_b", False
+    yield "o_proj", "o", shape.bias
+    if shape.indexer is not None:
+        yield "indexer.wq_b", "index.q", False
+        yield "indexer.wk", "index.k", False
+        yield "indexer.k_norm", "index.k_norm", True
+        yield "indexer.weights_proj", "index.weights", False
+
+
+def module_rules(modules: Iterable[tuple[str, str, bool]], at: str, to: str) -> Iterator[Rule]:
+    """Rules for the weights, and biases, of modules below ``model.layers.{}.{at}``, for slots below ``layers.{}.{to}``."""
+    for module, slot, bias in modules:
+        for parameter in ("weight", "bias") if bias else ("weight",):
+            yield Rule(f"model.layers.{{}}.{at}{module}.{parameter}", f"layers.{{}}.{to}{slot}.{parameter}")
+
+
+def mlp_rules(at: str, to: str) -> Iterator[Rule]:
+    """Rules for a gated MLP below ``model.layers.{}.{at}``."""
+    return module_rules(((f"{one}_proj", one, False) for one in ("gate", "up", "down")), at, to)
+
+
+def common_rules(config: LatentConfig) -> Iterator[AnyRule]:
+    """Rules for what is neither attention nor MLP."""
+    yield Rule("model.embed_tokens.weight", "embed.weight")
+    yield Rule("model.norm.weight", "norm.weight")
+    if not config.tied:
+        yield Rule("lm_head.weight", "lm_head.weight")
+    norms = (("input_layernorm", "input_norm", False), ("post_attention_layernorm", "post_attention_norm", False))
+    yield from module_rules(norms, "", "")
+
+
+def latent_mapping(config: LatentConfig, rules: Iterable[AnyRule], *names: MoENames) -> Mapping:
+    """A mapping of ``rules`` and those of experts, which skips the layers for multi-token prediction, their experts included."""
+    skipped = mtp_skip(config.sizes.layers, config.mtp_layers)
+    return with_moe(Mapping(tuple(rules), _SKIPS), config.moe, *names, skipped_layers=skipped)
+
+
+def mapping(config: LatentConfig) -> Mapping:
+    """The names of DeepSeek's families and of those that took them over.
+
+    Rules for just those tensors that the configuration asks for: a bias or head that it does not know is unexpected.
+    """
+    rules: list[AnyRule] = [*common_rules(config), *module_rules(attention_modules(config.sizes.attention), "self_attn.", "attn.")]
+    if len(config.moe.layers) < config.sizes.layers:
+        rules += mlp_rules("mlp.", "mlp.")
+    return latent_mapping(config, rules, _EXPERTS)
+
+
+def build_latent(
+    config: LatentConfig,
+    groups: Groups,
+    dtype: torch.dtype,
+    *,
+    attention: Callable[[int], nn.Module] | None = None,
+    model: type[CausalLM] = CausalLM,
+) -> CausalLM:
+    """The model of one rank, on the meta device.  ``attention`` makes the block of a layer, given its number, for families
+    that have others beside latent attention."""
+    sizes, tp = config.sizes, groups.tp
+
+    def latent_attention(layer: int) -> nn.Module:
+        return MultiHeadLatentAttention(f"layers.{layer}.attn", sizes.attention, layer=layer, tp=tp, dtype=dtype)
+
+    def dense(layer: int) -> nn.Module:
+        return GatedMLP(f"layers.{layer}.mlp", sizes.hidden_size, sizes.intermediate_size, sizes.act, bias=False, tp=tp, dtype=dtype)
+
+    def norm(slot: str) -> RMSNorm:
+        return RMSNorm(slot, sizes.hidden_size, sizes.norm_eps, dtype=dtype)
+
+    mlp = moe_block(config.moe, dense, groups, dtype)
+    layers = [
+        DecoderLayer((attention or latent_attention)(i), mlp(i), norm(f"layers.{i}.input_norm"), norm(f"layers.{i}.post_attention_norm"))
+        for i in range(sizes.layers)
+    ]
+    embed = VocabParallelEmbedding("embed", sizes.vocab_size, sizes.hidden_size, tp=tp, dtype=dtype)
+    head = None if config.tied else ParallelLMHead("lm_head", sizes.vocab_size, sizes.hidden_size, tp=tp, dtype=dtype)
+    return model(embed, layers, norm("norm"), head, _rotary(config))
+
+
+def _rotary(config: LatentConfig) -> Rotary:
+    if config.sizes.rope is None:
+        return Unrotated()
+    return WideRotary(config.sizes.rope) if config.wide_rotary else Rotary(config.sizes.rope)

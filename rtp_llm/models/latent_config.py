@@ -1,0 +1,201 @@
+"""Configuration of the families with multi-head latent attention: what they have in common.  A family's files state the differences."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal
+
+from rtp_llm.layers.activation import ACTIVATIONS
+from rtp_llm.layers.indexer import IndexerShape
+from rtp_llm.layers.mla import MLAShape, softmax_scale
+from rtp_llm.layers.moe import MoEShape
+from rtp_llm.layers.rotary import RopeParameters
+from rtp_llm.models.decoder import read_tied
+from rtp_llm.models.moe import MoEConfig, RoutingFields, read_expert_count, read_routing
+from rtp_llm.models.reader import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, ConfigReader
+from rtp_llm.models.rope import read_rope
+
+RoutingMethod = Literal["greedy", "group_limited_greedy", "noaux_tc"]
+
+
+@dataclass(frozen=True, slots=True)
+class LatentDefaults:
+    """What a family's transformers class takes for the fields that ``config.json`` omits."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    max_position_embeddings: int
+    norm_eps: float
+    nope_dim: int = 128
+    value_dim: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSizes:
+    """The fields that every such family has, checked against each other.  ``rope`` is None where nothing is rotated."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    act: str
+    norm_eps: float
+    max_position_embeddings: int
+    rope: RopeParameters | None
+    attention: MLAShape
+
+
+def read_latent(
+    reader: ConfigReader,
+    defaults: LatentDefaults,
+    *,
+    rotated: bool = True,
+    interleaved: bool = True,
+    indexer: IndexerShape | None = None,
+    length: str = "max_position_embeddings",
+) -> LatentSizes:
+    """Reads the common fields; problems stay with the reader.
+
+    ``q_lora_rank`` absent or null means that queries have no latent.  ``rotated``: the family turns a part of each head.
+    ``interleaved`` and ``indexer``: see :class:`MLAShape`.  ``length``: the name of the field for the context's length.
+    """
+    heads = reader.integer("num_attention_heads", defaults.heads)
+    keys = reader.optional_integer("num_key_value_heads")
+    if keys not in (None, heads):
+        reader.fail("num_key_value_heads", f"num_attention_heads ({heads}), as every head has a key of its own", actual=keys)
+    nope = reader.integer("qk_nope_head_dim", defaults.nope_dim)
+    turned = reader.integer("qk_rope_head_dim", 64)
+    value = reader.integer("v_head_dim", defaults.value_dim)
+    widest = nope + max(turned, value)
+    if heads * widest > MAX_SIZE:
+        reader.fail("num_attention_heads", f"heads of {widest} elements that make up to {MAX_SIZE}", actual=heads)
+    longest = reader.integer(length, defaults.max_position_embeddings, most=MAX_POSITIONS)
+    if rotated and turned % 2:
+        reader.fail("qk_rope_head_dim", "an even number of rotated elements", actual=turned)
+    rope = read_rope(reader, turned + turned % 2, longest) if rotated else None
+    hidden = reader.integer("hidden_size", defaults.hidden_size)
+    attention = MLAShape(
+        hidden_size=hidden,
+        heads=heads,
+        q_lora_rank=reader.optional_integer("q_lora_rank"),
+        kv_lora_rank=reader.integer("kv_lora_rank", 512),
+        nope_dim=nope,
+        rope_dim=turned,
+        value_dim=value,
+        scale=softmax_scale(nope + turned, rope),
+        interleaved=interleaved,
+        bias=reader.boolean("attention_bias", False),
+        indexer=indexer,
+    )
+    return LatentSizes(
+        vocab_size=reader.integer("vocab_size", defaults.vocab_size),
+        hidden_size=hidden,
+        intermediate_size=reader.integer("intermediate_size", defaults.intermediate_size),
+        layers=reader.integer("num_hidden_layers", defaults.layers, most=MAX_LAYERS),
+        act=reader.choice("hidden_act", "silu", ACTIVATIONS),
+        norm_eps=reader.number("rms_norm_eps", defaults.norm_eps),
+        max_position_embeddings=longest,
+        rope=rope,
+        attention=attention,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFields:
+    """What ``config.json`` calls the fields of a layer of experts, where families differ."""
+
+    experts: str = "n_routed_experts"
+    shared: str = "n_shared_experts"
+    renormalise: str = "norm_topk_prob"
+    routing: RoutingFields = RoutingFields()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertDefaults:
+    """What a family's transformers class takes for fields of a layer of experts that ``config.json`` omits."""
+
+    experts: int
+    top_k: int
+    shared: int
+    intermediate_size: int
+    scale: float
+    groups: int = 1
+    top_groups: int = 1
+
+
+def read_experts(
+    reader: ConfigReader,
+    sizes: LatentSizes,
+    layers: tuple[int, ...],
+    method: RoutingMethod,
+    defaults: ExpertDefaults,
+    fields: ExpertFields = ExpertFields(),
+) -> MoEConfig:
+    """The experts of the layers numbered ``layers``; problems stay with the reader.  Only ``noaux_tc`` may renormalise."""
+    routing = read_routing(
+        reader,
+        read_expert_count(reader, fields.experts, defaults.experts, len(layers)),
+        method,
+        top_k=defaults.top_k,
+        groups=defaults.groups,
+        top_groups=defaults.top_groups,
+        renormalise=method == "noaux_tc" and reader.boolean(fields.renormalise, True),
+        scale=defaults.scale,
+        wide=True,
+        fields=fields.routing,
+    )
+    size = reader.integer("moe_intermediate_size", defaults.intermediate_size)
+    shared = reader.optional_integer(fields.shared, defaults.shared, least=0, most=max(1, MAX_SIZE // size)) or 0
+    return MoEConfig(MoEShape(sizes.hidden_size, size, sizes.act, routing, shared * size or None), layers)
+
+
+def read_sparse_layers(reader: ConfigReader, layers: int, dense: int, *, listed: bool = False) -> tuple[int, ...]:
+    """The numbers of the layers with experts: those from ``first_k_dense_replace`` (``dense`` where it is absent) on whose
+    number ``moe_layer_freq`` divides; or, where the family knows it (``listed``), as ``mlp_layer_types`` says."""
+    types = reader.words("mlp_layer_types", layers, ("dense", "sparse")) if listed else None
+    first = reader.integer("first_k_dense_replace", dense, least=0)
+    every = reader.integer("moe_layer_freq", 1)
+    if types is not None:
+        return tuple(i for i, kind in enumerate(types) if kind == "sparse")
+    return tuple(i for i in range(layers) if i >= first and i % every == 0)
+
+
+def count_mtp_layers(layers: int, names: Collection[str]) -> int:
+    """How many layers behind the last one predict further tokens: the checkpoint says so, as each has an ``eh_proj``.
+
+    A layer behind the last one that has none is not excused, so that a ``num_hidden_layers`` that is too small is noticed.
+    """
+    return next(n for n in count() if f"model.layers.{layers + n}.eh_proj.weight" not in names)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """A decoder with latent attention, dense or with experts layer by layer.
+
+    ``mtp_layers``: layers for multi-token prediction behind the last one, which are not loaded.  ``tied``: the embedding's
+    weight is the head's too.  ``wide_rotary``: the rotation is computed in float32 whatever the model's dtype.
+    """
+
+    sizes: LatentSizes
+    moe: MoEConfig
+    mtp_layers: int
+    tied: bool
+    wide_rotary: bool = False
+
+
+def latent_config(
+    reader: ConfigReader, sizes: LatentSizes, moe: MoEConfig, names: Collection[str], *, wide_rotary: bool = False
+) -> LatentConfig:
+    """The common fields and a family's own, as one configuration.
+
+    Raises:
+        ConfigError: with every bad field that the reader has found.
+    """
+    config = LatentConfig(sizes, moe, count_mtp_layers(sizes.layers, names), read_tied(reader, names), wide_rotary)
+    reader.finish()
+    return config

@@ -1,0 +1,10 @@
+"""Qwen2-MoE."""
+
+from __future__ import annotations
+
+from rtp_llm.models.family import Implementation
+from rtp_llm.models.qwen2_moe.config import parse_config
+from rtp_llm.models.qwen2_moe.mapping import mapping
+from rtp_llm.models.qwen2_moe.model import build, conditions, experts
+
+FAMILY = Implementation(parse_config=parse_config, conditions=conditions, mapping=mapping, build=build, experts=experts)

@@ -1,0 +1,114 @@
+"""Export is the plan run backwards: whatever the sharding and fusion, the files come back byte for byte."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from rtp_llm import LoadConfig, ParallelConfig, export_checkpoint, load_model
+from rtp_llm.errors import ConfigError, PlanError
+from tests.support.ranks import run_ranks
+from tests.support.tiny import save_tiny_llama
+
+CPU = LoadConfig(device="cpu")
+
+
+def digests(directory: Path) -> dict[str, str]:
+    files = sorted([*directory.glob("*.safetensors"), *directory.glob("*.json")])
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def test_files_come_back_byte_for_byte(tmp_path: Path) -> None:
+    """Sharded bfloat16 files, their index and the configuration: equal hashes."""
+    source = save_tiny_llama(tmp_path / "source", dtype=torch.bfloat16, shard="20KB")
+    out = export_checkpoint(load_model(source, load=CPU), tmp_path / "out")
+    assert len(digests(source)) > 5
+    assert digests(out) == digests(source)
+
+
+def export_in_ranks(source: str, out: str) -> None:
+    export_checkpoint(load_model(source, load=LoadConfig(device="cpu", timeout_s=30)), out)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_sharded_model_comes_back_whole(tmp_path: Path, ranks: int) -> None:
+    """TP 2, and TP 4 with replicated KV heads and a padded vocabulary: rank 0 writes what all ranks hold together."""
+    source = save_tiny_llama(tmp_path / "source", shard="20KB", num_attention_heads=4)
+    run_ranks(ranks, export_in_ranks, str(source), str(tmp_path / "out"))
+    assert digests(tmp_path / "out") == digests(source)
+
+
+def test_a_rank_alone_cannot_be_exported(tmp_path: Path) -> None:
+    """Half of a model is refused, with every tensor that is not whole, and nothing is written."""
+    source = save_tiny_llama(tmp_path / "source")
+    loaded = load_model(source, parallel=ParallelConfig(2, 0), load=CPU)
+    with pytest.raises(PlanError, match="NOT_REVERSIBLE"):
+        export_checkpoint(loaded, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_lossless_cast_is_undone_and_a_lossy_one_refused(tmp_path: Path) -> None:
+    """bfloat16 weights loaded as float32 give their bytes back; float32 weights loaded as bfloat16 cannot, and say so."""
+    source = save_tiny_llama(tmp_path / "narrow", dtype=torch.bfloat16)
+    wide = load_model(source, load=LoadConfig(device="cpu", dtype="float32"))
+    assert digests(export_checkpoint(wide, tmp_path / "out")) == digests(source)
+    wider = save_tiny_llama(tmp_path / "wide")
+    with pytest.raises(PlanError, match=r"tensor lm_head.weight.*expected float32 or wider, found bfloat16"):
+        export_checkpoint(load_model(wider, load=LoadConfig(device="cpu", dtype="bfloat16")), tmp_path / "lost")
+
+
+def test_skipped_tensors_and_tied_heads_come_back(tmp_path: Path) -> None:
+    """What a named rule skipped (rotary frequencies) is copied; a tied head that is not in the file stays out of it."""
+    source = save_tiny_llama(tmp_path / "source", tie_word_embeddings=True)
+    file = source / "model.safetensors"
+    tensors = load_file(file) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.randn(4)}
+    assert "lm_head.weight" not in tensors
+    save_file(tensors, file, metadata={"format": "pt", "note": "kept"})
+    loaded = load_model(source, load=CPU)
+    assert [s.raw for s in loaded.plan.skipped] == ["model.layers.0.self_attn.rotary_emb.inv_freq"]
+    assert digests(export_checkpoint(loaded, tmp_path / "out")) == digests(source)
+
+
+def test_torch_files_become_safetensors(tmp_path: Path) -> None:
+    """A .bin checkpoint comes back as safetensors under the matching name, with equal tensors."""
+    source = save_tiny_llama(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    torch.save(tensors, source / "pytorch_model.bin")
+    out = export_checkpoint(load_model(source, load=CPU), tmp_path / "out")
+    assert {f.name for f in out.iterdir()} >= {"model.safetensors", "config.json"}
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(tensors)
+        assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in tensors.items())
+
+
+def test_tensors_outside_the_index_are_left_out(tmp_path: Path) -> None:
+    """A stale tensor in a shard is neither loaded nor exported; the rest of its shard is."""
+    source = save_tiny_llama(tmp_path / "source", shard="20KB")
+    shard = sorted(source.glob("model-*.safetensors"))[0]
+    tensors = load_file(shard)
+    save_file(tensors | {"model.stale": torch.ones(3)}, shard, metadata={"format": "pt"})
+    out = export_checkpoint(load_model(source, load=CPU), tmp_path / "out")
+    assert {k: v.tolist() for k, v in load_file(out / shard.name).items()} == {k: v.tolist() for k, v in tensors.items()}
+
+
+def test_where_it_may_not_write(tmp_path: Path) -> None:
+    """A directory that holds something, the source itself, or a disk without room: refused, and nothing is left behind."""
+    source = save_tiny_llama(tmp_path / "source")
+    loaded = load_model(source, load=CPU)
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "precious").write_text("")
+    for out in (full, source):
+        with pytest.raises(ConfigError, match="cannot be written to"):
+            export_checkpoint(loaded, out)
+    os.truncate(source / "model.safetensors", 100)  # an error in the middle: the source of a skipped tensor is gone
+    before = sorted(p.name for p in tmp_path.iterdir())
+    assert export_checkpoint(loaded, tmp_path / "fine").exists()  # nothing is skipped, so the source is not needed
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*before, "fine"])

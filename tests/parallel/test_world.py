@@ -1,0 +1,81 @@
+"""Ranks as real processes over gloo: bytes arrive as they were, and a failure of one is the failure of all, soon."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rtp_llm.errors import ConfigError
+from rtp_llm.parallel.world import join_world
+from tests.parallel import workers
+from tests.support.ranks import RanksFailed, RanksTimedOut, run_ranks
+from tests.support.tiny import save_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama", shard="40KB", num_attention_heads=8, num_key_value_heads=4))
+
+
+def test_payloads_of_unequal_length() -> None:
+    """Every rank gets every payload, empty ones too."""
+    payloads = [b"", b"one", bytes(range(256)) * 3]
+    assert [r.value for r in run_ranks(3, workers.gather, payloads)] == [payloads] * 3
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("float8_e8m0fnu", (33, 3)), ("float8_e4m3fn", (7,)), ("bfloat16", ()), ("bool", (0, 4))])
+def test_bytes_on_the_wire(dtype: str, shape: tuple[int, ...]) -> None:
+    """Dtypes that gloo refuses, odd sizes, scalars and empty tensors cross as the bytes they are."""
+    assert all(r.value for r in run_ranks(2, workers.round_trip, dtype, shape))
+
+
+def test_disagreement_names_the_first_difference() -> None:
+    """All ranks fail with one message: which rank, and the first line in which its plan differs from rank 0's."""
+    lines = [["a", "b", "c"], ["a", "b", "c"], ["a", "X", "Y"]]
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(3, workers.agreed, lines)
+    for result in caught.value.results:
+        assert "RANKS_DISAGREE" in result.stderr and "rank 2" in result.stderr
+        assert "expected b, found X" in result.stderr
+
+
+def test_another_checkpoint_on_one_of_four_ranks(checkpoint: str, tmp_path: Path) -> None:
+    """One rank is given other weights of the same shapes in another file layout: all four end within 10 s, with the reason."""
+    other = str(save_tiny_llama(tmp_path / "other", num_attention_heads=8, num_key_value_heads=4, seed=1))
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(4, workers.load_or_say, [checkpoint, checkpoint, other, checkpoint])
+    for result in caught.value.results:
+        assert result.returncode == 2, str(result)
+        assert "its plan is not that of rank 0" in result.stderr and "model.safetensors" in result.stderr
+
+
+def test_a_bad_file_on_one_rank_is_everyones_error(checkpoint: str, tmp_path: Path) -> None:
+    """A rank that finds no checkpoint makes the others fail with its message, not with a time-out."""
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(2, workers.load_or_say, [checkpoint, str(tmp_path / "nothing")])
+    for result in caught.value.results:
+        assert result.returncode == 2 and "NO_DIRECTORY" in result.stderr, str(result)
+
+
+@pytest.mark.parametrize(("way", "reason"), [("killed", "RANK_LOST"), ("frozen", "RANK_LOST"), ("defect", "ZeroDivisionError: a defect")])
+def test_one_of_four_dies(checkpoint: str, tmp_path: Path, way: str, reason: str) -> None:
+    """A rank that is killed, freezes or meets a defect while it reads: the other three end within 10 s, with the reason."""
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(4, workers.load_while_one_dies, checkpoint, way, str(tmp_path), timeout=40)
+    died = float((tmp_path / "dies").read_text())
+    for result in caught.value.results:
+        if result.rank != 2:
+            assert result.returncode == 2, str(caught.value)
+            assert reason in result.stderr and "rank 2" in result.stderr, str(result)
+            assert float((tmp_path / str(result.rank)).read_text()) - died < 10
+    assert isinstance(caught.value, RanksTimedOut) == (way == "frozen")
+
+
+def test_launcher_variables_that_are_not_numbers() -> None:
+    """A broken environment is named before any process waits for another."""
+    with pytest.raises(ConfigError, match="WORLD_SIZE is not a number"):
+        join_world({"RANK": "0", "WORLD_SIZE": "two"}, "cpu", 1.0)
+    assert join_world({}, "cpu", 1.0).size == 1
+    assert torch.distributed.is_initialized() is False

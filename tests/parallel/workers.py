@@ -1,0 +1,105 @@
+"""What ranks do in the tests of this folder; each function runs in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from rtp_llm import load_model
+from rtp_llm.config import LoadConfig
+from rtp_llm.errors import RtpLlmError
+from rtp_llm.parallel.wire import receive_bytes, send_bytes
+from rtp_llm.parallel.world import World, agree, join_world, meeting
+from rtp_llm.transport.scratch.files import Files
+
+SETTINGS = LoadConfig(device="cpu", timeout_s=60.0)
+
+
+def joined() -> World:
+    return join_world(os.environ, "cpu", 60.0)
+
+
+def gather(payloads: list[bytes]) -> list[bytes]:
+    world = joined()
+    with world.watch() as watch:
+        assert watch.exchange(b"first") == [b"first"] * world.size
+        return watch.exchange(payloads[world.rank])
+
+
+def round_trip(dtype_name: str, shape: tuple[int, ...]) -> bool:
+    """Rank 1 sends random bits of a dtype to rank 0 and gets them back."""
+    world = joined()
+    dtype = getattr(torch, dtype_name)
+    empty = torch.empty(shape, dtype=dtype)
+    torch.manual_seed(1)
+    bits = torch.randint(0, 256, (empty.nbytes,), dtype=torch.uint8)
+    sent = bits.view(dtype).reshape(shape) if empty.nbytes else empty
+    assert world.data is not None
+    with world.watch() as watch, meeting(world, watch) as check:
+        if world.rank == 1:
+            send_bytes(sent, 0, world.data, check)
+        receive_bytes(empty, 1 - world.rank, world.data, check)
+        if world.rank == 0:
+            send_bytes(empty, 1, world.data, check)
+    return torch.equal(empty.reshape(-1).view(torch.uint8), bits)
+
+
+def agreed(lines: list[list[str]]) -> str:
+    world = joined()
+    mine = lines[world.rank]
+    with world.watch() as watch:
+        agree(watch, "\n".join(mine), lambda: iter(mine))
+    return "agreed"
+
+
+def load(paths: list[str]) -> int:
+    """A load as users do it; the path may differ between ranks."""
+    return load_model(paths[int(os.environ["RANK"])], load=SETTINGS).report.bytes_read
+
+
+def say(error: RtpLlmError) -> None:
+    print(error, file=sys.stderr)
+    raise SystemExit(2) from error
+
+
+def load_or_say(paths: list[str]) -> None:
+    try:
+        load(paths)
+    except RtpLlmError as error:
+        say(error)
+
+
+class DyingFiles(Files):
+    """Reads that end rank 2, in one of the ways in which ranks end."""
+
+    way = ""
+
+    def read(self, *args: object) -> None:
+        if os.environ["RANK"] == "2":
+            if self.way == "frozen":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif self.way == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif self.way == "defect":
+                raise ZeroDivisionError("a defect")
+        super().read(*args)  # type: ignore[arg-type]
+
+
+def load_while_one_dies(path: str, way: str, marks: str) -> None:
+    """Rank 2 dies at its first read; the others note when they have ended."""
+    from rtp_llm.transport.scratch import reader
+
+    DyingFiles.way = way
+    reader.Files = DyingFiles  # type: ignore[misc]
+    if os.environ["RANK"] == "2":
+        Path(marks, "dies").write_text(str(time.time()))
+    try:
+        load([path] * 4)
+    except RtpLlmError as error:
+        Path(marks, os.environ["RANK"]).write_text(str(time.time()))
+        say(error)
