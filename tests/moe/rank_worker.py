@@ -44,17 +44,19 @@ class Reads:
         return got
 
 
-def logits(jobs: list[tuple[str, Shape]], ids: torch.Tensor, steps: list[int]) -> list[tuple[torch.Tensor, torch.Tensor, int, int]]:
+def logits(
+    jobs: list[tuple[str, Shape]], ids: torch.Tensor, steps: list[int], device: str = "cpu"
+) -> list[tuple[torch.Tensor, torch.Tensor, int, int]]:
     """For each checkpoint and shape the logits of one pass and of one in ``steps`` with a cache, bytes planned and read."""
     results = []
     for folder, shape in jobs:
         with Reads() as reads:
-            loaded = load_model(folder, device="cpu", parallel=shape.place())
-        model = loaded.model
+            loaded = load_model(folder, device=device, parallel=shape.place())
+        model, there = loaded.model, ids.to(loaded.device)
         with torch.inference_mode():
             cache = model.new_cache(len(ids), ids.shape[1])
-            stepped = torch.cat([model(part, cache) for part in ids.split(steps, dim=1)], dim=1)
-            results.append((model(ids), stepped, loaded.plan.bytes_read, reads.nbytes))
+            stepped = torch.cat([model(part, cache) for part in there.split(steps, dim=1)], dim=1)
+            results.append((model(there).cpu(), stepped.cpu(), loaded.plan.bytes_read, reads.nbytes))
     return results
 
 
