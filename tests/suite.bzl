@@ -1,8 +1,35 @@
-"""product_suite: the pytest_suite of a folder of tests that import rtp_llm."""
+"""product_suite and gpu_suite: the pytest_suite of a folder of tests that import rtp_llm."""
 
 load("@rules_python//python:defs.bzl", "py_library")
 load("//arch_config:arch_select.bzl", "only_on", "platforms_with")
 load("//bazel/pytest:defs.bzl", "pytest_suite")
+
+# Helpers that tests of other folders import: hostile checkpoints, small models and their transformers twins.
+_SHARED = [
+    "//tests/attacks:helpers",
+    "//tests/models:helpers",
+    "//tests/support",
+]
+
+def _helpers():
+    py_library(
+        name = "helpers",
+        testonly = True,
+        srcs = native.glob(["*.py"], exclude = ["test_*.py"]),
+        visibility = ["//tests:__subpackages__"],
+    )
+
+def _suite(name, deps, **kwargs):
+    pytest_suite(
+        name = name,
+        deps = [
+            ":helpers",
+            "//rtp_llm",
+            "//tests:conftest",
+            "@pip_tools//hypothesis",
+        ] + [d for d in _SHARED if d != "//{}:helpers".format(native.package_name())] + deps,
+        **kwargs
+    )
 
 def product_suite(name = "tests", data = [], deps = [], **kwargs):
     """Tests of the product on a CPU: they run in the CPU lanes, on a machine of the lane's CPU, and are skipped
@@ -14,23 +41,29 @@ def product_suite(name = "tests", data = [], deps = [], **kwargs):
       deps: beside the product, the fixtures and the test libraries.
       **kwargs: as for pytest_suite.
     """
-    py_library(
-        name = "helpers",
-        testonly = True,
-        srcs = native.glob(["*.py"], exclude = ["test_*.py"]),
-        visibility = ["//tests:__subpackages__"],
-    )
-    pytest_suite(
+    _helpers()
+    _suite(
         name = name,
         data = ["//tools:models"] + data,
+        deps = deps,
         env = {"RTP_LLM_TEST_MODELS": "$(rootpath //tools:models)"},
         target_compatible_with = only_on(platforms_with(accelerator = "none")),
-        deps = [
-            ":helpers",
-            "//rtp_llm",
-            "//tests:conftest",
-            "//tests/support",
-            "@pip_tools//hypothesis",
-        ] + deps,
+        **kwargs
+    )
+
+def gpu_suite(name = "tests", tags = ["gpu"], **kwargs):
+    """Tests that need a device: out of every lane until --config=gpu or --config=multi_gpu asks for them.
+
+    Args:
+      name: name of the test_suite.
+      tags: gpu, or multi_gpu for files that need several devices.
+      **kwargs: as for pytest_suite.
+    """
+    _helpers()
+    _suite(
+        name = name,
+        deps = [],
+        tags = ["exclusive"] + tags,
+        target_compatible_with = only_on(platforms_with(accelerator = "cuda") + platforms_with(accelerator = "rocm")),
         **kwargs
     )

@@ -182,6 +182,9 @@ class Evaluator:
         dialect.enable_top_level_stmt = True
         dialect.enable_keyword_only_arguments = everything
         dialect.enable_load_reexport = True
+        dialect.enable_lambda = everything
+        dialect.enable_f_strings = everything
+        dialect.enable_types = sl.DialectTypes.ENABLE if everything else sl.DialectTypes.DISABLE
         return dialect
 
     def _load(self, label: str, package: str) -> sl.FrozenModule:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from arch_config.table import ROOT, load_table
 from deps.locks import Entry, Lock, parse_lock
+from deps.policy import check_all, read_files
 from deps.resolve import resolve
+from deps.update import main as update
 
 TABLE = load_table()
 BASE = (ROOT / "deps" / "requirements.in").read_text()
@@ -45,3 +49,20 @@ def test_lock_edited_by_hand_differs_from_what_resolves() -> None:
     resolved = resolve(TABLE.platforms["cpu"], BASE, lock, upgrade=False)
     for edit, entries in edits.items():
         assert tuple(resolved) != tuple(sorted(entries, key=lambda e: e.name)), edit
+
+
+def test_update_mends_a_torch_bump_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another torch version in the table alone: the policy refuses the locks; the update command makes them right."""
+    for folder in ("arch_config", "deps", "bazel/pip", "bazel/compat"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    for path in tmp_path.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    table = tmp_path / "arch_config" / "platforms.bzl"
+    table.write_text(table.read_text().replace('"version": "2.13.0",', '"version": "2.11.0",'))
+    before = check_all(read_files(tmp_path))
+    for name in ("cuda13", "cuda13_arm"):
+        assert any(problem.startswith(f"{name}: torch 2.13.0 from the index, the table has 2.11.0") for problem in before)
+    monkeypatch.setenv("BUILD_WORKSPACE_DIRECTORY", str(tmp_path))
+    assert update(["--platform", "cuda13", "--platform", "cuda13_arm"]) == 0
+    assert check_all(read_files(tmp_path)) == []
+    assert "torch==2.11.0 \\" in (tmp_path / "deps" / "requirements_lock_cuda13.txt").read_text()
