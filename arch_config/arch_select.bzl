@@ -100,6 +100,9 @@ def whl_deps(urls = True):
     """
     return platform_select({p: _whl_deps(p, urls) for p in ALL_PLATFORMS})
 
+def _host_constraints(platform):
+    return ["@platforms//os:" + PLATFORMS[platform]["os"], "@platforms//cpu:" + PLATFORMS[platform]["cpu"]]
+
 def only_on(platforms):
     """target_compatible_with: skip everywhere but on these platforms, and where the host's CPU is another one.
 
@@ -113,18 +116,39 @@ def only_on(platforms):
     if unknown:
         fail("only_on: no such platform {}; the table has {}".format(unknown, ALL_PLATFORMS))
     return platform_select({
-        p: ["@platforms//os:" + PLATFORMS[p]["os"], "@platforms//cpu:" + PLATFORMS[p]["cpu"]] if p in platforms else ["@platforms//:incompatible"]
+        p: _host_constraints(p) if p in platforms else ["@platforms//:incompatible"]
         for p in ALL_PLATFORMS
     })
+
+def run_on(platforms, labels):
+    """What a target with only_on(platforms) depends on, where it runs, and nothing where it is skipped.
+
+    Bazel 4 analyses what a skipped target depends on, and would fetch another platform's packages for it.
+
+    Args:
+      platforms: as for only_on.
+      labels: what the target depends on.
+
+    Returns:
+      a select of lists of labels; of the two settings of a platform, Bazel takes the narrower one that holds.
+    """
+    values = {"//arch_config:is_" + p: [] for p in ALL_PLATFORMS}
+    values.update({"//arch_config:runs_" + p: labels for p in platforms})
+    return select(values, no_match_error = _CHOOSE)
 
 def platforms_with(**fields):
     """Names of the platforms whose row has these values, for only_on(): platforms_with(accelerator = "cuda")."""
     return [p for p in ALL_PLATFORMS if all([PLATFORMS[p][f] == fields[f] for f in fields])]
 
 def declare_platforms():
-    """One config_setting is_<platform> a platform, and groups by accelerator and CPU. One style only: flag_values."""
+    """Settings is_<platform>, runs_<platform> (on a host that it runs on), and groups by accelerator and CPU."""
     for p in ALL_PLATFORMS:
         native.config_setting(name = "is_" + p, flag_values = {":platform": p})
+        native.config_setting(
+            name = "runs_" + p,
+            constraint_values = _host_constraints(p),
+            flag_values = {":platform": p},
+        )
     for field in ["accelerator", "cpu"]:
         values = {PLATFORMS[p][field]: None for p in ALL_PLATFORMS}
         for value in values:

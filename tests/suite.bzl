@@ -1,7 +1,7 @@
 """product_suite and gpu_suite: the pytest_suite of a folder of tests that import rtp_llm."""
 
 load("@rules_python//python:defs.bzl", "py_library")
-load("//arch_config:arch_select.bzl", "only_on", "platforms_with")
+load("//arch_config:arch_select.bzl", "only_on", "platforms_with", "run_on")
 load("//bazel/pytest:defs.bzl", "pytest_suite")
 
 # Helpers that tests of other folders import: hostile checkpoints, small models and their transformers twins.
@@ -19,15 +19,24 @@ def _helpers():
         visibility = ["//tests:__subpackages__"],
     )
 
-def _suite(name, deps, **kwargs):
+def _suite(name, platforms, deps, data = [], each = {}, **kwargs):
+    own = {}
+    for file, arguments in each.items():
+        own[file] = dict(arguments)
+        for key in ["data", "deps"]:
+            if key in arguments:
+                own[file][key] = run_on(platforms, arguments[key])
     pytest_suite(
         name = name,
-        deps = [
+        data = run_on(platforms, data),
+        deps = run_on(platforms, [
             ":helpers",
             "//rtp_llm",
             "//tests:conftest",
             "@pip_tools//hypothesis",
-        ] + [d for d in _SHARED if d != "//{}:helpers".format(native.package_name())] + deps,
+        ] + [d for d in _SHARED if d != "//{}:helpers".format(native.package_name())] + deps),
+        each = own,
+        target_compatible_with = only_on(platforms),
         **kwargs
     )
 
@@ -46,8 +55,9 @@ def product_suite(name = "tests", data = [], deps = [], **kwargs):
         name = name,
         data = ["//tools:models"] + data,
         deps = deps,
-        env = {"RTP_LLM_TEST_MODELS": "$(rootpath //tools:models)"},
-        target_compatible_with = only_on(platforms_with(accelerator = "none")),
+        # $(rootpath //tools:models), which cannot be asked for where the data is left out
+        env = {"RTP_LLM_TEST_MODELS": "tools/models"},
+        platforms = platforms_with(accelerator = "none"),
         **kwargs
     )
 
@@ -63,7 +73,7 @@ def gpu_suite(name = "tests", tags = ["gpu"], **kwargs):
     _suite(
         name = name,
         deps = [],
+        platforms = platforms_with(accelerator = "cuda") + platforms_with(accelerator = "rocm"),
         tags = ["exclusive"] + tags,
-        target_compatible_with = only_on(platforms_with(accelerator = "cuda") + platforms_with(accelerator = "rocm")),
         **kwargs
     )

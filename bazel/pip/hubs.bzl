@@ -117,7 +117,9 @@ def _pip_install(rctx, requirement):
         "--requirement=requirements.txt",
     ]
     if rctx.attr.cpu:
-        command += ["--implementation=cp", "--python-version=" + rctx.attr.python]
+        # pip install holds Requires-Python against its own interpreter, not against --python-version; the lock has
+        # one file, which was chosen for the platform's Python.
+        command += ["--implementation=cp", "--python-version=" + rctx.attr.python, "--ignore-requires-python"]
         command += ["--platform=" + p for p in _pip_platforms(rctx.attr.cpu)]
     return rctx.execute(command, timeout = 1800, environment = {"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
 

@@ -9,6 +9,9 @@ load("@rules_python//python:defs.bzl", "py_test")
 # Both need a device; .bazelrc leaves them out unless --config=gpu or --config=multi_gpu asks for them.
 GPU_TAGS = ["gpu", "multi_gpu"]
 
+# What a file's own arguments add to the folder's; selects among them.
+_ADDED = ["args", "data", "deps", "tags"]
+
 def pytest_test(name, srcs, args = [], data = [], deps = [], tags = [], **kwargs):
     """One target of test files.
 
@@ -41,7 +44,8 @@ def pytest_suite(name, deps, each = {}, exclude = [], **kwargs):
     Args:
       name: name of the test_suite.
       deps: libraries for every file.
-      each: file name -> further arguments of pytest_test for that file; lists are added to the common ones.
+      each: file name -> further arguments of pytest_test for that file; args, data, deps and tags are added to the
+        common ones, others replace them.
       exclude: files that the package makes targets of by itself.
       **kwargs: arguments of pytest_test for every file.
     """
@@ -53,6 +57,6 @@ def pytest_suite(name, deps, each = {}, exclude = [], **kwargs):
         own = dict(kwargs)
         own["deps"] = deps
         for key, value in each.get(file, {}).items():
-            own[key] = own[key] + value if key in own and type(value) == "list" else value
+            own[key] = own[key] + value if key in own and key in _ADDED else value
         pytest_test(name = file[:-len(".py")], srcs = [file], **own)
     native.test_suite(name = name, tests = [":" + f[:-len(".py")] for f in files])

@@ -62,7 +62,7 @@ def test_whl_deps_are_the_table_s(evaluator: Evaluator, urls: bool) -> None:
 @pytest.mark.parametrize("function", ["torch_deps", "flashinfer_deps", "fastsafetensors_deps", "base_deps"])
 def test_deps_are_packages_of_the_platform_s_lock(evaluator: Evaluator, function: str) -> None:
     """Every label is in the hub of its own platform, and the lock has the package."""
-    locks = {name: {entry.name for entry in read_files().lock(name).entries} for name in TABLE.platforms}
+    locks = {name: {entry.name for entry in read_files(WORKSPACE).lock(name).entries} for name in TABLE.platforms}
     for name, labels in selected(evaluator.call("arch_config/arch_select.bzl", f"{function}()")).items():
         for label in labels:  # type: ignore[attr-defined]
             hub, package = label.split("//")
@@ -88,6 +88,14 @@ def test_only_on_names_every_platform_and_the_host_s_cpu(evaluator: Evaluator) -
     assert all(found[name] == ["@platforms//:incompatible"] for name in set(found) - {"cuda13_arm", "cpu"})
 
 
+def test_skipped_targets_depend_on_nothing(evaluator: Evaluator) -> None:
+    """run_on() gives its labels on hosts where the target runs, and nothing elsewhere: Bazel 4 would fetch them."""
+    (select,) = evaluator.call("arch_config/arch_select.bzl", 'run_on(["cpu"], ["//x"])')
+    branches = select["select"]
+    assert branches.pop("//arch_config:runs_cpu") == ["//x"]
+    assert branches == {f"//arch_config:is_{name}": [] for name in TABLE.platforms}
+
+
 def test_unknown_platform_in_only_on_is_an_error(evaluator: Evaluator) -> None:
     """A platform that the table does not have, mistyped in a BUILD file, stops the analysis."""
     with pytest.raises(Exception, match="no such platform"):
@@ -99,8 +107,13 @@ def test_config_settings_and_groups(evaluator: Evaluator) -> None:
     targets = evaluator.build("arch_config/BUILD.bazel")
     (flag,) = [target for target in targets if target.kind == "string_flag"]
     assert flag.attributes["values"] == ["unset", *sorted(TABLE.platforms)]
-    settings = {t.attributes["name"]: t.attributes["flag_values"] for t in targets if t.kind == "config_setting"}
-    assert settings == {f"is_{name}": {":platform": name} for name in TABLE.platforms}
+    settings = {t.attributes["name"]: t.attributes for t in targets if t.kind == "config_setting"}
+    assert set(settings) == {f"{what}_{name}" for what in ("is", "runs") for name in TABLE.platforms}
+    for name, attributes in settings.items():
+        platform = TABLE.platforms[name.partition("_")[2]]
+        assert attributes["flag_values"] == {":platform": platform.name}
+        expected = [f"@platforms//os:{platform.os}", f"@platforms//cpu:{platform.cpu}"] if name.startswith("runs_") else None
+        assert attributes.get("constraint_values") == expected
     groups = {t.attributes["name"]: set(t.attributes["match_any"]) for t in targets if t.kind == "config_setting_group"}
     for group, matches in groups.items():
         value = group.removeprefix("any_")
@@ -183,7 +196,7 @@ def test_product_tests_say_where_they_run(evaluator: Evaluator) -> None:
         for target in targets:
             if target.kind != "py_test":
                 continue
-            product = "//rtp_llm" in target.attributes["deps"]
+            product = "//rtp_llm'" in str(target.attributes["deps"]).replace('"', "'")
             assert bool(target.attributes.get("target_compatible_with")) == product, f"{folder}: {target.label}"
 
 
@@ -202,7 +215,7 @@ def test_every_platform_has_a_metadata_test(evaluator: Evaluator) -> None:
     """A platform of the table without input, lock, config, hub or wheel metadata test is a problem of the policy."""
     names = {t.attributes["name"] for t in evaluator.build("tests/wheel/BUILD.bazel") if t.kind == "py_test"}
     tested = frozenset(name.removeprefix("test_metadata_") for name in names if name.startswith("test_metadata_"))
-    files = dataclasses.replace(read_files(), metadata_tests=tested)
+    files = dataclasses.replace(read_files(WORKSPACE), metadata_tests=tested)
     assert check_coverage(files) == []
 
 
