@@ -7,9 +7,9 @@ value came from.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 from typing import Protocol
 
@@ -42,10 +42,9 @@ class Kind(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of a few words.  ``refused`` are words that are known but not available: word -> what to do instead."""
+    """One of a few words."""
 
     values: tuple[str, ...]
-    refused: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def allowed(self) -> str:
@@ -55,9 +54,25 @@ class Choice:
         return text
 
     def check(self, value: object) -> None:
-        if isinstance(value, str) and value in self.refused:
-            raise Refusal(self.allowed, ConfigFault.NOT_SUPPORTED, self.refused[value])
         if not isinstance(value, str) or value not in self.values:
+            raise Refusal(self.allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class OptionalChoice:
+    """One of a few words, or none."""
+
+    values: tuple[str, ...]
+
+    @property
+    def allowed(self) -> str:
+        return " | ".join(self.values)
+
+    def parse(self, text: str) -> str:
+        return text
+
+    def check(self, value: object) -> None:
+        if value is not None and (not isinstance(value, str) or value not in self.values):
             raise Refusal(self.allowed)
 
 
@@ -150,15 +165,20 @@ class FilePath:
 
 
 @dataclass(frozen=True, slots=True)
-class Nothing:
-    """A setting that exists, and refuses every value with the reason, rather than being ignored."""
+class JsonObject:
+    """A JSON object as text; what it may hold is asked by who uses it."""
 
-    reason: str
-    allowed: str = "none yet"
+    allowed: str = "a JSON object"
 
     def parse(self, text: str) -> str:
         return text
 
     def check(self, value: object) -> None:
-        if value is not None:
-            raise Refusal("no value", ConfigFault.NOT_SUPPORTED, self.reason)
+        if value is None:
+            return
+        try:
+            if isinstance(value, str) and isinstance(json.loads(value), dict):
+                return
+        except (ValueError, RecursionError):
+            pass
+        raise Refusal(self.allowed)

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 
-from rtp_llm.config.kinds import Choice, Device, Nothing, Seconds, Switch, Whole
+from rtp_llm.config.kinds import Choice, Device, FilePath, JsonObject, OptionalChoice, Seconds, Switch, Whole
 from rtp_llm.config.setting import make, setting, validate
 from rtp_llm.errors import Problem
 
-#: Known, so that nobody takes the refusal for a typing error.
-_FASTSAFETENSORS = "loading through fastsafetensors is not available yet; use auto or scratch"
-_QUANTIZATION = "quantisation is not supported yet; leave the setting out. Weights are never loaded as if unquantised"
+#: What a checkpoint may be, and what may be made of a plain one.  The registry of methods is held to this list.
+QUANTIZATION_METHODS = (
+    "awq",
+    "compressed-tensors",
+    "fp8",
+    "gptq",
+    "modelopt",
+    "quark",
+    "inline-fp8-tensor",
+    "inline-fp8-channel",
+    "inline-fp8-block",
+)
+
+
+class StackedMode(Enum):
+    """How fastsafetensors delivers tensors that hold all experts of a layer."""
+
+    PER_EXPERT = "per-expert"
+    FULL_STACKED = "full-stacked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +36,7 @@ class LoadConfig:
     """Settings of a load.  Raises ``ConfigError`` with every value that is not allowed."""
 
     load_method: str = setting(
-        Choice(("auto", "scratch"), {"fastsafetensors": _FASTSAFETENSORS}),
+        Choice(("auto", "fastsafetensors", "scratch")),
         "auto",
         "How bytes get to the device; auto takes the best way that works here.",
         env="LOAD_METHOD",
@@ -32,7 +49,11 @@ class LoadConfig:
         "auto",
         "Type of the weights on the device; auto keeps config.json's, else the one most bytes are stored in.",
     )
-    quantization: str | None = setting(Nothing(_QUANTIZATION), None, "Quantisation method of the weights.")
+    quantization: str | None = setting(
+        OptionalChoice(QUANTIZATION_METHODS),
+        None,
+        "Quantisation that the checkpoint must have (left out: whatever it declares), or inline-*: what to make of plain weights.",
+    )
     # 256: beyond that, threads only queue at the disk.
     reader_threads: int = setting(Whole(0, 256), 0, "Threads that read files; 0 takes as many as there are CPUs, at most 8.")
     # 4096 MiB a thread is already far beyond where a larger buffer reads faster.
@@ -40,6 +61,30 @@ class LoadConfig:
     verify: bool = setting(Switch(), False, "After the load, read the files again and compare every weight with them.")
     progress: bool = setting(Switch(), True, "Show progress on stderr: a bar on a terminal, else a line every few seconds.")
     timeout_s: float = setting(Seconds(86400), 300.0, "Longest wait of a rank for the others wherever ranks meet.")
+    stacked_moe_mode: str = setting(
+        Choice(tuple(mode.value for mode in StackedMode)),
+        StackedMode.PER_EXPERT.value,
+        "How fastsafetensors delivers tensors that hold all experts: one at a time, in bounded memory, or whole.",
+        env="RTP_FASTSAFETENSORS_STACKED_MOE_MODE",
+    )
+    fastsafetensors_config: str | None = setting(
+        FilePath(),
+        None,
+        "JSON file with fastsafetensors' own settings; without it ./fastsafetensors.json, where there is one.",
+        env="FASTSAFETENSORS_CONFIG",
+    )
+    fastsafetensors_config_json: str | None = setting(
+        JsonObject(), None, "The same settings as text; used instead of any file.", env="FASTSAFETENSORS_CONFIG_JSON"
+    )
+    fastsafetensors_nogds: bool = setting(
+        Switch(), False, "Never use GPUDirect storage, whatever fastsafetensors' own settings say.", env="FASTSAFETENSORS_NOGDS"
+    )
+    fastsafetensors_odirect: str = setting(
+        Choice(("auto", "1", "0")),
+        "auto",
+        "Whether fastsafetensors reads around the page cache; auto asks for each file what is cached.",
+        env="FASTSAFETENSORS_ODIRECT",
+    )
 
     def __post_init__(self) -> None:
         validate(self)

@@ -188,7 +188,7 @@ def _torch_dtype(tensor: TensorInfo) -> torch.dtype:
 def _copied(tensor: TensorInfo, source: Files) -> torch.Tensor:
     """A skipped tensor's bytes, from the file it stands in, row-major."""
     buffer = torch.empty(tensor.nbytes, dtype=torch.uint8)
-    source.read(tensor, (0,), tensor.nbytes, buffer.numpy().data)
+    source.read(tensor, buffer.numpy().data)
     if tensor.strides is None:
         return buffer
     return buffer.view(_torch_dtype(tensor)).as_strided(tensor.shape, tensor.strides).contiguous()

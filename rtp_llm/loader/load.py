@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -16,19 +18,24 @@ from rtp_llm.checkpoint import Catalog
 from rtp_llm.config import LoadConfig, ParallelConfig
 from rtp_llm.config.faults import ConfigFault
 from rtp_llm.errors import ConfigError, Problem
+from rtp_llm.loader.choose import Chosen, choose, fallen_back
 from rtp_llm.loader.device import resolve_device
-from rtp_llm.loader.draft import Draft, draft, readers
+from rtp_llm.loader.draft import Draft, draft
+from rtp_llm.loader.finish import finish
 from rtp_llm.loader.memory import PeakMeter
-from rtp_llm.loader.placement import Placement, allocate
-from rtp_llm.loader.preflight import preflight
+from rtp_llm.loader.placement import allocate
 from rtp_llm.loader.report import LoadReport
+from rtp_llm.loader.stages import MakingPlacement
 from rtp_llm.loader.verify import verify
 from rtp_llm.models.family import Family
 from rtp_llm.parallel.watch import Watch
 from rtp_llm.parallel.world import World, agree, join_world
 from rtp_llm.plan.plan import LoadPlan
+from rtp_llm.transport.fastsafetensors.failure import FastsafetensorsFailure
 from rtp_llm.transport.interface import Moved, Progress, Quiet
-from rtp_llm.transport.scratch.reader import ScratchTransport
+from rtp_llm.transport.policy import SCRATCH
+
+_log = logging.getLogger("rtp_llm.loader")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +114,13 @@ def _load(
         plan.raise_for_problems()
     with clock.phase("agree"):
         agree(watch, plan.digest, plan.agreement_lines)
-        preflight(plan, device, watch)
+    with clock.phase("choose"):
+        chosen = choose(drafted, device, load, world, watch)
     with PeakMeter(device) as meter:
-        moved = _move(drafted, device, load, progress, watch, clock)
+        chosen, moved = _move(drafted, chosen, device, load, progress, world, watch, clock)
+        with clock.phase("finish"):
+            finish(drafted.model, chosen.plan)
+    plan, decision = chosen.plan, chosen.decision
     verified = None
     if load.verify:
         with clock.phase("verify"):
@@ -119,12 +130,16 @@ def _load(
     report = LoadReport(
         plan=plan,
         device=str(device),
-        load_method="scratch",
+        load_method=decision.method,
         requested_mode=load.load_method,
-        effective_mode="scratch",
-        degraded_reason=None,
+        effective_mode=decision.method,
+        degraded_reason=decision.degraded_reason,
+        reasons=decision.reasons,
+        tier=None if chosen.tier is None else chosen.tier.name.lower(),
+        stacked_moe_mode=load.stacked_moe_mode,
         bytes_read=moved.bytes_read,
         bytes_copied=moved.bytes_copied,
+        bytes_placed=moved.bytes_placed,
         slow_path_weights=moved.slow_path,
         measured_peak_bytes=meter.peak_bytes,
         phases=clock.seconds,
@@ -133,20 +148,38 @@ def _load(
     return LoadedModel(drafted.model.eval(), plan, report, drafted.catalog, drafted.raw_config, drafted.family, device, world)
 
 
-def _move(drafted: Draft, device: torch.device, load: LoadConfig, progress: Progress, watch: Watch, clock: _Clock) -> Moved:
-    plan = drafted.plan
+def _move(
+    drafted: Draft, chosen: Chosen, device: torch.device, load: LoadConfig, progress: Progress, world: World, watch: Watch, clock: _Clock
+) -> tuple[Chosen, Moved]:
+    """Fills the parameters, by another transport if the chosen one turns out not to work; returns which it was."""
     with clock.phase("allocate"):
-        params = allocate(drafted.model, plan, device)
-    transport = ScratchTransport(drafted.catalog.directory, device, readers(load), load.buffer_mib * 1024 * 1024)
-    progress.start(plan.bytes_read)
+        params = allocate(drafted.model, drafted.plan, device)
+    with clock.phase("transport"):
+        reason = ""
+        try:
+            moved = _deliver(chosen, params, device, progress, watch)
+        except FastsafetensorsFailure as failure:
+            reason = str(failure)
+        if reason:
+            # Parameters keep their memory, all of which is written again; everything else that the attempt held is let go
+            # of first, frames of its traceback and cycles among threads and generators included.
+            gc.collect()
+            chosen = fallen_back(chosen, drafted, device, load, reason, world)
+            moved = _deliver(chosen, params, device, progress, watch)
+    if moved.slow_path and chosen.decision.method != SCRATCH:
+        _log.warning("slow path: %d of %d weights were fetched one by one", moved.slow_path, len(drafted.plan.deliveries))
+    assert moved.bytes_placed == drafted.plan.bytes_read, "the transport did not place what was planned"
+    return chosen, moved
+
+
+def _deliver(chosen: Chosen, params: dict[str, nn.Parameter], device: torch.device, progress: Progress, watch: Watch) -> Moved:
+    progress.start(chosen.plan.bytes_read)
     try:
-        with clock.phase("transport"):
-            moved = transport.deliver(plan, Placement(params), progress, watch.check)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        moved = chosen.transport.deliver(chosen.plan, MakingPlacement(params, chosen.plan.stages), progress, watch.check)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     finally:
         progress.stop()
-    assert moved.bytes_read == plan.bytes_read, "the transport did not read what was planned"
     return moved
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -42,20 +44,29 @@ class Placement:
         return place.reshape(-1).view(torch.uint8).numpy().data
 
     def place(self, part: Delivery, content: torch.Tensor) -> None:
-        """Writes ``content`` (the raw box, in the stored dtype, on the host) to all targets.
+        """Writes ``content`` (the raw box, in the stored dtype) to all targets; see :meth:`place_all`."""
+        self.place_all([(part, content)])
+
+    def place_all(self, items: Sequence[tuple[Delivery, torch.Tensor]]) -> None:
+        """Writes several parts.
 
         A cast, or a box that is not contiguous, is done on the parameter's device from one dense copy: one transfer,
-        never one for each row.
+        never one for each row.  What lies on the device already is spread by one call for all of it.
         """
-        shape = extent(part.slot_box)
-        moved: torch.Tensor | None = None
-        for target in part.targets:
-            place = self._place(target.param, target.box).view(shape)
-            if moved is None:
-                plain = part.verbatim and place.is_contiguous() and place.dtype == content.dtype
-                moved = content if plain or place.device == content.device else content.to(place.device, non_blocking=True)
-                moved = part.source.apply(moved, part.slot_box)
-            place.copy_(moved, non_blocking=True)
+        places: list[torch.Tensor] = []
+        contents: list[torch.Tensor] = []
+        for part, content in items:
+            shape = extent(part.slot_box)
+            moved: torch.Tensor | None = None
+            for target in part.targets:
+                place = self._place(target.param, target.box).view(shape)
+                if moved is None:
+                    plain = part.verbatim and place.is_contiguous() and place.dtype == content.dtype
+                    moved = content if plain or place.device == content.device else content.to(place.device, non_blocking=True)
+                    moved = part.source.apply(moved, part.slot_box)
+                places.append(place)
+                contents.append(moved)
+        torch._foreach_copy_(places, contents, non_blocking=True)
 
     def _place(self, name: str, box: Box) -> torch.Tensor:
         return view(self._memory[name], box)

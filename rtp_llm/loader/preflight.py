@@ -19,14 +19,30 @@ _log = logging.getLogger("rtp_llm.loader")
 def preflight(plan: LoadPlan, device: torch.device, watch: Watch) -> None:
     """Compares each rank's predicted peak with its free memory.
 
-    Ranks that share a device (the CPU, or one GPU) are added up: each alone would see the memory of all as its own.
-
     Raises:
         PlanError: the same on every rank, with a problem for each device that is too small.
     """
-    free = free_bytes(device)
-    _log.info("preflight: predicted peak %d bytes, free %d bytes on %s", plan.predicted_peak_bytes, free, device)
-    mine = {"device": f"{_host()}/{device}", "peak": plan.predicted_peak_bytes, "free": free}
+    problems = shortages(plan, device, watch, free_bytes(device))
+    if problems:
+        raise PlanError(problems)
+
+
+def shortages(plan: LoadPlan, device: torch.device, watch: Watch, free: int) -> list[Problem]:
+    """A problem for each device that is too small for the plan, the same on every rank.
+
+    ``free``: bytes that this rank may take.  Ranks that share a device (the CPU, or one GPU) are added up: each alone would
+    see the memory of all as its own.
+    """
+    _log.info(
+        "preflight: predicted peak %d bytes (weights %d, transport %d, largest transient %d), free %d bytes on %s",
+        plan.predicted_peak_bytes,
+        plan.bytes_resident,
+        plan.bytes_staging,
+        plan.bytes_transient,
+        free,
+        device,
+    )
+    mine = {"device": f"{host()}/{device}", "peak": plan.predicted_peak_bytes, "free": free}
     asked = [json.loads(text) for text in watch.exchange(json.dumps(mine).encode())]
     problems = []
     for place in sorted({a["device"] for a in asked}):
@@ -43,11 +59,10 @@ def preflight(plan: LoadPlan, device: torch.device, watch: Watch) -> None:
                     fix="use more ranks (tp_size), a narrower dtype, or free memory",
                 )
             )
-    if problems:
-        raise PlanError(problems)
+    return problems
 
 
-def _host() -> str:
+def host() -> str:
     """What tells machines apart in one launch: the kernel's boot id."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()

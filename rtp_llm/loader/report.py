@@ -21,8 +21,12 @@ class LoadReport:
     requested_mode: str
     effective_mode: str
     degraded_reason: str | None
+    reasons: tuple[str, ...]
+    tier: str | None
+    stacked_moe_mode: str
     bytes_read: int
     bytes_copied: int
+    bytes_placed: int
     slow_path_weights: int
     measured_peak_bytes: int | None
     phases: Mapping[str, float]
@@ -45,8 +49,12 @@ class LoadReport:
             "requested_mode": self.requested_mode,
             "effective_mode": self.effective_mode,
             "degraded_reason": self.degraded_reason,
+            "reasons": list(self.reasons),
+            "tier": self.tier,
+            "stacked_moe_mode": self.stacked_moe_mode,
             "bytes_read": self.bytes_read,
             "bytes_copied": self.bytes_copied,
+            "bytes_placed": self.bytes_placed,
             "seconds": round(self.seconds, 4),
             "gb_per_s": round(self.gb_per_s, 3),
             "measured_peak_bytes": self.measured_peak_bytes,

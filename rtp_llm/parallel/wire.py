@@ -1,13 +1,14 @@
 """Tensors from rank to rank as bytes.
 
-Every payload crosses as ``uint8`` on the CPU: no dtype that a back end does not know (gloo and NCCL refuse
-``float8_e8m0fnu``), and no pickle.
+Every payload crosses as ``uint8``: no dtype that a back end does not know (gloo and NCCL refuse ``float8_e8m0fnu``), and
+no pickle.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -36,15 +37,46 @@ def receive_bytes(into: torch.Tensor, source: int, group: dist.ProcessGroup, che
     _wait(dist.irecv(into.reshape(-1).view(torch.uint8), group=group, group_src=source), check)
 
 
+def broadcast_bytes(flat: torch.Tensor, source: int, group: dist.ProcessGroup, check: Callable[[], None]) -> None:
+    """Fills ``flat`` (``uint8``, contiguous, on any device) on all ranks with what it holds on group rank ``source``.
+
+    When it returns, the bytes are there, and ``flat`` may be changed or freed.
+    """
+    assert flat.dtype is torch.uint8 and flat.is_contiguous()
+
+    def call() -> None:
+        # The first call of NCCL waits for all ranks as well, so it is not made in the caller's thread either.
+        with torch.cuda.device(flat.device) if flat.is_cuda else nullcontext():
+            work = dist.broadcast(flat, group=group, group_src=source, async_op=True)
+            assert work is not None, "this rank is not in the group"
+            work.wait()
+
+    if not flat.is_cuda:
+        _until(call, check)
+        return
+    stream = torch.cuda.current_stream(flat.device)
+    ready = stream.record_event()
+    ready.synchronize()
+    _until(call, check)
+    # NCCL's wait only orders streams: that of the thread is the default one, where the end is awaited.
+    done = torch.cuda.default_stream(flat.device).record_event()
+    while not done.query():
+        check()
+
+
 def _wait(work: dist.Work | None, check: Callable[[], None]) -> None:
     """Waits for a message.  In a thread of its own: gloo finishes a message only inside ``wait``, which cannot be
     interrupted, and a peer that has failed would hold this rank until the group's time-out."""
     assert work is not None, "this rank is not in the group"
+    _until(work.wait, check)
+
+
+def _until(call: Callable[[], object], check: Callable[[], None]) -> None:
     errors: list[RuntimeError] = []
 
     def run() -> None:
         try:
-            work.wait()
+            call()
         except RuntimeError as error:
             errors.append(error)
 

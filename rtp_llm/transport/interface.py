@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +23,9 @@ class Sink(Protocol):
 
         ``content`` is valid only until the work queued on the current stream is done (on the CPU: during the call).
         """
+
+    def place_all(self, items: Sequence[tuple[Delivery, torch.Tensor]]) -> None:
+        """:meth:`place` for several parts at once; contents may lie on the device already."""
 
 
 class Progress(Protocol):
@@ -48,18 +51,22 @@ class Quiet:
 @dataclass(frozen=True, slots=True)
 class Moved:
     """What a transport did: bytes read from storage, bytes copied once more on the host or the device before they were
-    in place, and tensors that had to be read whole although a part was wanted."""
+    in place, weights that took a slow path (each transport says which that is), and bytes of the plan that were placed,
+    which must be ``plan.bytes_read``: a transport that reads more than the plan asks for, or reads for other ranks too,
+    still places just the plan."""
 
     bytes_read: int
     bytes_copied: int
     slow_path: int
+    bytes_placed: int
 
 
 class Transport(Protocol):
     """Moves what a plan says, and decides nothing about it."""
 
-    #: As it stands in reports: ``scratch``, ``fastsafetensors``.
-    name: str
+    @property
+    def name(self) -> str:
+        """As it stands in reports: ``scratch``, ``fastsafetensors``."""
 
     def deliver(self, plan: LoadPlan, sink: Sink, progress: Progress, check: Callable[[], None]) -> Moved:
         """Hands every delivery of ``plan``, whole or in parts, to ``sink`` exactly once.

@@ -185,7 +185,7 @@ def test_doctor(tiny: Path, run: Any) -> None:
         ["plan", "DIR", "--tp_size", "5"],
         ["plan", "DIR", "--ep_size", "2"],
         ["plan", "DIR", "--dtype", "int4"],
-        ["load", "DIR", "--load_method", "fastsafetensors"],
+        ["load", "DIR", "--load_method", "fast"],
         ["load", "DIR", "--quantization", "fp8"],
         ["load", "DIR", "--device", "gpu"],
         ["load", "DIR", "--device", "cuda:77"],

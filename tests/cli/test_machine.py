@@ -3,59 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-
-import pytest
 
 from rtp_llm.cli import machine
-
-
-def test_page_cache_is_measured_without_filling_it(tmp_path: Path) -> None:
-    """A file just written is cached; once its pages are dropped it is not, and asking does not bring it back."""
-    path = tmp_path / "file"
-    nbytes = (8 << 20) + 123
-    with path.open("wb") as file:
-        file.write(os.urandom(nbytes))
-        file.flush()
-        os.fsync(file.fileno())
-        assert machine.cached_bytes(path) == nbytes
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if machine.file_system(tmp_path).kind == "tmpfs":  # type: ignore[union-attr]
-        return  # its pages are the file: they cannot be dropped
-    assert machine.cached_bytes(path) < nbytes // 2  # type: ignore[operator]
-    assert machine.cached_bytes(path) < nbytes // 2  # type: ignore[operator]
-
-
-def test_page_cache_of_an_empty_file(tmp_path: Path) -> None:
-    """Nothing to map is nothing cached, not an error."""
-    (tmp_path / "empty").touch()
-    assert machine.cached_bytes(tmp_path / "empty") == 0
-
-
-def test_windows_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file larger than one look at it is counted whole."""
-    path = tmp_path / "file"
-    path.write_bytes(b"x" * (5 << 20))
-    monkeypatch.setattr(machine, "_WINDOW", 1 << 20)
-    assert machine.cached_bytes(path) == 5 << 20
-
-
-def test_file_systems_by_longest_mount_point(tmp_path: Path) -> None:
-    """``/proc`` is proc even though ``/`` is a mount point of another kind, and links are followed."""
-    found = machine.file_system(Path("/proc/self"))
-    assert found is not None and (found.mount_point, found.kind, found.network) == ("/proc", "proc", False)
-    (tmp_path / "link").symlink_to("/proc")
-    assert machine.file_system(tmp_path / "link") == found
-
-
-@pytest.mark.parametrize(("kind", "network"), [("nfs4", True), ("fuse.sshfs", True), ("ext4", False), ("overlay", False)])
-def test_network_file_systems_are_known(kind: str, network: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mount points with white space are octal in mountinfo, and the kind decides whether it is a network's."""
-    text = f"1 0 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:4 / /a\\040b rw shared:1 - {kind} server:/x rw\n"
-    monkeypatch.setattr(machine, "_read", lambda path: text)
-    found = machine.file_system(Path("/a b/c"))
-    assert found == machine.FileSystem("/a b", kind, network)
-    assert machine.file_system(Path("/a bc")) == machine.FileSystem("/", "ext4", False)
 
 
 def test_cpus_and_memory() -> None:

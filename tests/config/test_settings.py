@@ -27,6 +27,11 @@ EXAMPLES: dict[str, tuple[str, Any, tuple[str, ...], tuple[Any, ...]]] = {
     "verify": ("1", True, ("2", "ja"), (1, None, "1")),
     "progress": ("0", False, ("-", "never"), (0, None)),
     "timeout_s": ("2.5", 2.5, ("0", "-1", "nan", "inf", "1e9", "5m"), (float("nan"), float("inf"), True, "5", None)),
+    "stacked_moe_mode": ("full-stacked", "full-stacked", ("stacked", "per_expert", "PER-EXPERT"), (None, 1, True)),
+    "fastsafetensors_config": ("fst.json", "fst.json", ("a\0b",), ("", "a\0b", 5)),
+    "fastsafetensors_config_json": ('{"loader": "base"}', '{"loader": "base"}', ("{", "[]", "base"), ({}, "", 5)),
+    "fastsafetensors_nogds": ("1", True, ("2", "never"), (1, None)),
+    "fastsafetensors_odirect": ("0", "0", ("2", "yes"), (None, 0, False)),
     "tp_size": ("4", 4, ("0", "4097", "x"), (0, True, None)),
     "tp_rank": ("0", 0, ("-1", "x"), (-1, 1.0)),
     "ep_size": ("1", 1, ("0", "2.0"), (0, None)),
@@ -95,12 +100,6 @@ def test_all_bad_values_are_listed_at_once() -> None:
     assert len(refusal(lambda: LoadConfig(dtype="x", device="y", load_method="z")).problems) == 3
 
 
-def test_fastsafetensors_is_known_and_refused() -> None:
-    """The value is not taken for a typing error, nor silently replaced by another method."""
-    error = refusal(lambda: make(LoadConfig, {}, {"LOAD_METHOD": "fastsafetensors"}))
-    assert error.problems[0].code == "NOT_SUPPORTED" and "not available yet" in str(error) and "scratch" in str(error)
-
-
 @pytest.mark.parametrize("method", ["fp8", "awq", "none", "None"])
 def test_any_quantization_is_refused(method: str) -> None:
     """A method that is not there is never ignored: the weights would be loaded as if unquantised."""
@@ -126,9 +125,20 @@ def test_settings_objects_cannot_change(cls: type[Any]) -> None:
         setattr(config, declared(cls)[0].name, "x")
 
 
-def test_load_method_has_its_own_variable_and_all_others_the_prefix() -> None:
+#: Names that deployments already use, ours and those of fastsafetensors itself.
+OWN_VARIABLES = {
+    "load_method": "LOAD_METHOD",
+    "stacked_moe_mode": "RTP_FASTSAFETENSORS_STACKED_MOE_MODE",
+    "fastsafetensors_config": "FASTSAFETENSORS_CONFIG",
+    "fastsafetensors_config_json": "FASTSAFETENSORS_CONFIG_JSON",
+    "fastsafetensors_nogds": "FASTSAFETENSORS_NOGDS",
+    "fastsafetensors_odirect": "FASTSAFETENSORS_ODIRECT",
+}
+
+
+def test_some_settings_have_their_own_variable_and_all_others_the_prefix() -> None:
     """The names of variables are part of the interface."""
-    assert {item.env for item in all_settings()} == {"LOAD_METHOD"} | {f"RTP_LLM_{n.upper()}" for n in ITEM if n != "load_method"}
+    assert {n: ITEM[n].env for n in ITEM} == {n: OWN_VARIABLES.get(n, f"RTP_LLM_{n.upper()}") for n in ITEM}
 
 
 def test_dump_tells_every_value_and_where_it_came_from() -> None:

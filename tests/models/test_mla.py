@@ -13,6 +13,7 @@ from safetensors import safe_open
 from rtp_llm import RtpLlmError, build_plan, load_model
 from rtp_llm.loader.export import export_checkpoint
 from rtp_llm.models.registry import resolve
+from rtp_llm.parallel.groups import Groups
 from tests.models.decoders import reference_steps
 from tests.models.latents import VARIANTS, restore, save, save_as_held, stored
 from tests.models.reference import closeness, distance, token_ids
@@ -58,9 +59,7 @@ def test_the_spelling_of_memory_is_the_same_model(variant: str, tmp_path: Path) 
     saved, held = tmp_path / "saved", tmp_path / "held"
     save_as_held(save(variant, saved), saved, held)
     assert stored(saved).keys() != stored(held).keys()
-    ids = token_ids()
-    with torch.inference_mode():
-        assert torch.equal(load_model(saved, device="cpu").model(ids), load_model(held, device="cpu").model(ids))
+    assert torch.equal(run(saved), run(held))
 
 
 @pytest.mark.parametrize("variant", ONE_EACH)
@@ -82,9 +81,7 @@ def test_layers_for_multi_token_prediction_are_skipped_by_name(family: str, tmp_
     """All of layer ``num_hidden_layers``, its experts and its copies of embedding and head included, is in the plan with a
     reason, and changes nothing."""
     save(family, tmp_path)
-    ids = token_ids()
-    with torch.inference_mode():
-        before = load_model(tmp_path, device="cpu").model(ids)
+    before = run(tmp_path)
     tensors, added = with_mtp(stored(tmp_path), last=3)
     restore(tmp_path, tensors)
     loaded = load_model(tmp_path, device="cpu")
@@ -92,7 +89,15 @@ def test_layers_for_multi_token_prediction_are_skipped_by_name(family: str, tmp_
     assert any(".experts." in name for name in added) and any("embed_tokens" in name for name in added)
     assert all("multi-token prediction" in skip.reason for skip in loaded.plan.skipped)
     with torch.inference_mode():
-        assert torch.equal(loaded.model(ids), before)
+        assert torch.equal(loaded.model(token_ids()), before)
+
+
+def run(folder: Path) -> torch.Tensor:
+    """The logits of a checkpoint, on one rank."""
+    model = load_model(folder, device="cpu").model
+    with torch.inference_mode():
+        logits: torch.Tensor = model(token_ids())
+    return logits
 
 
 def with_mtp(tensors: dict[str, torch.Tensor], last: int) -> tuple[dict[str, torch.Tensor], set[str]]:
@@ -123,9 +128,9 @@ def test_no_rank_means_no_latent_of_queries(value: Any, tmp_path: Path) -> None:
     """``q_lora_rank`` that is null and one that is absent are the same."""
     reference = save("v3-no-latent", tmp_path)
     restore(tmp_path, stored(tmp_path), q_lora_rank=value)
-    ids = token_ids()
     with torch.inference_mode():
-        assert distance(load_model(tmp_path, device="cpu").model(ids), reference(ids).logits) < 1e-4
+        wanted = reference(token_ids()).logits
+    assert distance(run(tmp_path), wanted) < 1e-4
 
 
 @pytest.mark.parametrize("variant", ["v2", "v3", "kimi-linear-groups"])
@@ -138,18 +143,16 @@ def test_latents_have_an_epsilon_of_their_own(variant: str, tmp_path: Path) -> N
             tensors[name] *= 1e-3
     restore(tmp_path, tensors, rms_norm_eps=1e-3)
     reference = type(reference).from_pretrained(tmp_path).eval()
-    ids = token_ids()
     with torch.inference_mode():
-        assert distance(load_model(tmp_path, device="cpu").model(ids), reference(ids).logits) < 1e-4
+        wanted = reference(token_ids()).logits
+    assert distance(run(tmp_path), wanted) < 1e-4
 
 
 def test_kimi_linear_as_published(tmp_path: Path) -> None:
     """The published config.json, which counts layers from 1 and holds delta attention's sizes in an object of its own, is the
     same model as the one that transformers writes; transformers agrees."""
     reference = save("kimi-linear", tmp_path)
-    ids = token_ids()
-    with torch.inference_mode():
-        before = load_model(tmp_path, device="cpu").model(ids)
+    before = run(tmp_path)
     kda = {"kda_layers": [1, 3], "full_attn_layers": [2], "num_heads": 4, "head_dim": 12, "short_conv_kernel_size": 4}
     absent = dict.fromkeys(("layer_types", "mlp_layer_types", "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"), ...)
     restore(
@@ -166,9 +169,9 @@ def test_kimi_linear_as_published(tmp_path: Path) -> None:
     )
     reference = type(reference).from_pretrained(tmp_path).eval()
     with torch.inference_mode():
-        after = load_model(tmp_path, device="cpu").model(ids)
-        assert torch.equal(after, before)
-        assert distance(after, reference(ids).logits) < 1e-4
+        wanted = reference(token_ids()).logits
+    assert torch.equal(run(tmp_path), before)
+    assert distance(before, wanted) < 1e-4
 
 
 def test_dense_layers_by_frequency(tmp_path: Path) -> None:
@@ -226,6 +229,55 @@ def test_defaults_are_those_of_transformers(architecture: str) -> None:
         assert config.linear == {i for i, kind in enumerate(theirs.layer_types) if kind == "linear_attention"}
         ours_kda = (config.kda.heads, config.kda.head_dim, config.kda.kernel)
         assert ours_kda == (theirs.linear_num_heads, theirs.linear_head_dim, theirs.linear_conv_kernel_dim)
+
+
+#: The architecture, what config.json of the published model says where it is not the default, and the number of parameters.
+SIZES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "DeepSeek-V2-Lite": (
+        "DeepseekV2ForCausalLM",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "num_experts_per_tok": 6,
+        },
+        15_706_484_224,
+    ),
+    "DeepSeek-V2": (
+        "DeepseekV2ForCausalLM",
+        {
+            "hidden_size": 5120,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 128,
+            "q_lora_rank": 1536,
+            "n_routed_experts": 160,
+            "first_k_dense_replace": 1,
+            "num_experts_per_tok": 6,
+        },
+        235_741_434_880,
+    ),
+    "DeepSeek-V3": ("DeepseekV3ForCausalLM", {"q_lora_rank": 1536}, 671_026_419_200),
+    "Kimi-Linear-48B-A3B": (
+        "KimiLinearForCausalLM",
+        {"linear_attn_config": {"full_attn_layers": [*range(4, 25, 4), 27], "kda_layers": [i for i in range(1, 27) if i % 4]}},
+        49_122_681_728,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_published_models_have_their_published_size(name: str) -> None:
+    """At full size, to the last parameter (without the layer for multi-token prediction)."""
+    architecture, raw, parameters = SIZES[name]
+    implementation = resolve([architecture]).load()
+    model = implementation.build(implementation.parse_config(raw, ()), Groups(), torch.bfloat16)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
 BAD = [

@@ -34,8 +34,9 @@ def test_ranks_compute_what_one_computes(tp_size: int, ep_size: int, tmp_path: P
     results = run_ranks(tp_size * ep_size, logits, list(map(str, folders)), tp_size, ep_size, ids, STEPS, timeout=180)
 
     for folder in folders:
+        model = load_model(folder, device="cpu").model
         with torch.inference_mode():
-            alone = load_model(folder, device="cpu").model(ids)
+            alone = model(ids)
         whole, stepped = results[0].value[str(folder)]
         assert distance(whole, alone) < 1e-4, folder.name
         assert distance(stepped, alone) < 1e-4, folder.name

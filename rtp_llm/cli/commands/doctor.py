@@ -15,6 +15,7 @@ import click
 from rtp_llm.cli import machine
 from rtp_llm.cli.options import common, output_of
 from rtp_llm.cli.output import pairs, size, table
+from rtp_llm.transport import pagecache
 
 #: Distributions that loading uses: what for, and whether nothing works without.
 _PACKAGES = (
@@ -98,8 +99,8 @@ def _tiers(torch_found: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _directory(directory: Path) -> dict[str, Any]:
     files = [path for path in sorted(directory.iterdir()) if _regular(path)]
-    listed = [{"name": path.name, "bytes": path.stat().st_size, "cached_bytes": machine.cached_bytes(path)} for path in files]
-    where = machine.file_system(directory)
+    listed = [{"name": path.name, "bytes": path.stat().st_size, "cached_bytes": pagecache.cached_bytes(path)} for path in files]
+    where = pagecache.file_system(directory)
     return {"path": str(directory), "file_system": dataclasses.asdict(where) if where else None, "files": listed}
 
 

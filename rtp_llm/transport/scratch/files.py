@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -34,6 +35,30 @@ class Files:
             os.close(descriptor)
         self._open.clear()
 
+    def scatter(self, tensor: TensorInfo, start: int, buffers: list[memoryview]) -> None:
+        """Fills ``buffers`` one after another with the bytes of ``tensor``'s file from offset ``start``; at most 1,024.
+
+        ``tensor`` is what messages name: the first whose bytes are read.
+
+        Raises:
+            TransportError: naming file and tensor, where the file ends early, has changed, or the system reports an
+                error.
+        """
+        goal = sum(map(len, buffers))
+        with _named(tensor, goal):
+            descriptor = self._descriptor(tensor.file)
+            got = os.preadv(descriptor, buffers, start)
+            while got < goal:
+                # The rest of a call that the kernel cut short: at 2 GiB, at a signal, or at the end of the file.
+                more = os.preadv(descriptor, _behind(buffers, got), start + got)
+                if more == 0:
+                    raise TransportError(_short(tensor, start + goal, start + got))
+                got += more
+
+    def read(self, tensor: TensorInfo, into: memoryview) -> None:
+        """Fills ``into`` with all of a tensor's bytes."""
+        self.scatter(tensor, tensor.start, [into])
+
     def _descriptor(self, name: str) -> int:
         with self._lock:
             descriptor = self._open.get(name)
@@ -54,33 +79,34 @@ class Files:
                     )
             return descriptor
 
-    def read(self, tensor: TensorInfo, offsets: Sequence[int], length: int, into: memoryview) -> None:
-        """Fills ``into`` with runs of ``length`` bytes of ``tensor``, at ``offsets`` from its first byte, end to end.
 
-        Raises:
-            TransportError: naming file and tensor, where the file ends early or the system reports an error.
-        """
-        try:
-            descriptor = self._descriptor(tensor.file)
-            for run, offset in enumerate(offsets):
-                at, got, goal = run * length, 0, length
-                while got < goal:
-                    count = os.preadv(descriptor, [into[at + got : at + goal]], tensor.start + offset + got)
-                    if count == 0:
-                        raise TransportError(_short(tensor, tensor.start + offset + goal, tensor.start + offset + got))
-                    got += count
-        except OSError as error:
-            raise TransportError(
-                Problem(
-                    TransportFault.IO_ERROR,
-                    f"could not be read: {error.strerror}",
-                    file=tensor.file,
-                    tensor=tensor.name,
-                    expected=f"{length} bytes",
-                    actual=f"errno {error.errno}",
-                    fix="check the disk or the network file system, then load again",
-                )
-            ) from error
+def _behind(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of ``buffers`` when ``done`` bytes of them are filled."""
+    left = []
+    for buffer in buffers:
+        if done < len(buffer):
+            left.append(buffer[done:])
+        done = max(0, done - len(buffer))
+    return left
+
+
+@contextmanager
+def _named(tensor: TensorInfo, nbytes: int) -> Iterator[None]:
+    """An error of the operating system becomes one that says where."""
+    try:
+        yield
+    except OSError as error:
+        raise TransportError(
+            Problem(
+                TransportFault.IO_ERROR,
+                f"could not be read: {error.strerror}",
+                file=tensor.file,
+                tensor=tensor.name,
+                expected=f"{nbytes} bytes",
+                actual=f"errno {error.errno}",
+                fix="check the disk or the network file system, then load again",
+            )
+        ) from error
 
 
 def _short(tensor: TensorInfo, expected: int, actual: int) -> Problem:

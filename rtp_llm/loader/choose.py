@@ -1,0 +1,198 @@
+"""Which transport a load gets, and what happens when that fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from rtp_llm.checkpoint.faults import CheckpointFault
+from rtp_llm.config import LoadConfig
+from rtp_llm.config.load import StackedMode
+from rtp_llm.loader.draft import Draft, readers
+from rtp_llm.loader.memory import free_bytes
+from rtp_llm.loader.preflight import host, preflight, shortages
+from rtp_llm.parallel.watch import Watch
+from rtp_llm.parallel.world import World
+from rtp_llm.plan.plan import LoadPlan
+from rtp_llm.transport import pagecache
+from rtp_llm.transport.fastsafetensors.config import EffectiveConfig, effective
+from rtp_llm.transport.fastsafetensors.group import GroupTransport
+from rtp_llm.transport.fastsafetensors.local import LocalTransport, Means
+from rtp_llm.transport.fastsafetensors.probe import Capabilities, Tier, probe
+from rtp_llm.transport.fastsafetensors.sequence import group_order, local_chunks, local_pieces, splits
+from rtp_llm.transport.fastsafetensors.whole import WholeTransport
+from rtp_llm.transport.interface import Transport
+from rtp_llm.transport.policy import SCRATCH, Decision, Facts, decide
+from rtp_llm.transport.scratch.reader import ScratchTransport
+
+_log = logging.getLogger("rtp_llm.loader")
+
+#: Threads of fastsafetensors where the settings name no number: its own default.
+_THREADS = 16
+#: Its device node (nvidia-fs): without it no GPUDirect storage, and a try closes the process's standard input.
+_GDS_NODE = Path("/dev/nvidia-fs0")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The transport, why, the plan with this transport's buffers in it, and fastsafetensors' tier."""
+
+    transport: Transport
+    decision: Decision
+    plan: LoadPlan
+    tier: Tier | None = None
+
+
+def scratch(drafted: Draft, device: torch.device, load: LoadConfig) -> ScratchTransport:
+    """The own reader, as the settings want it."""
+    return ScratchTransport(drafted.catalog.directory, device, readers(load), load.buffer_mib << 20)
+
+
+def choose(drafted: Draft, device: torch.device, load: LoadConfig, world: World, watch: Watch) -> Chosen:
+    """Decides, on all ranks alike, logs the decision once, and makes sure that the load fits.
+
+    Raises:
+        PlanError: it does not fit, by any transport.
+        ConfigError: settings of fastsafetensors that are not allowed, whether or not it will be used.
+        ParallelError: the first error of any rank.
+    """
+    mode = StackedMode(load.stacked_moe_mode)
+    if load.load_method == SCRATCH:
+        found = _Found(Capabilities(Tier.ABSENT, "not asked for"), _facts(drafted, device, world, EffectiveConfig(), False), {})
+        return _scratch(drafted, device, load, decide(SCRATCH, mode, found.facts, found.capabilities), None, world, watch)
+    config = effective(load)
+    gpudirect = device.type == "cuda" and config.copier in ("gds", "fgds") and _GDS_NODE.exists()
+    if config.copier == "gds" and not gpudirect and config.loader == "base":
+        config = replace(config, copier="nogds")
+    mine = _Found(probe(), _facts(drafted, device, world, config, gpudirect), _direct(drafted, config))
+    found = _together(mine, watch)
+    first = decide(load.load_method, mode, found.facts, found.capabilities)
+    if first.method == SCRATCH:
+        return _scratch(drafted, device, load, first, found.capabilities.tier, world, watch)
+    means = Means(drafted.catalog.directory, device, config, load.reader_threads or _THREADS, mine.direct)
+    transport, plan = _built(drafted, means, mode, found.capabilities, load, world, watch)
+    short = shortages(plan, device, watch, _least(device, config))
+    decision = decide(load.load_method, mode, found.facts, found.capabilities, short[0].what if short else None)
+    if decision.method == SCRATCH:
+        return _scratch(drafted, device, load, decision, found.capabilities.tier, world, watch)
+    return _told(Chosen(transport, decision, plan, found.capabilities.tier), world)
+
+
+def _scratch(
+    drafted: Draft, device: torch.device, load: LoadConfig, decision: Decision, tier: Tier | None, world: World, watch: Watch
+) -> Chosen:
+    chosen = _told(Chosen(scratch(drafted, device, load), decision, drafted.plan, tier), world)
+    preflight(chosen.plan, device, watch)
+    return chosen
+
+
+def _told(chosen: Chosen, world: World) -> Chosen:
+    if world.rank == 0:
+        _log.log(chosen.decision.level, "%s", chosen.decision.text)
+    return chosen
+
+
+def _least(device: torch.device, config: EffectiveConfig) -> int:
+    """Bytes that a load may take: what is free, and no more than fastsafetensors' own budget."""
+    free = free_bytes(device)
+    return free if config.device_memory_budget is None else min(free, config.device_memory_budget)
+
+
+def _built(
+    drafted: Draft, means: Means, mode: StackedMode, capabilities: Capabilities, load: LoadConfig, world: World, watch: Watch
+) -> tuple[Transport, LoadPlan]:
+    plan, config = drafted.plan, means.config
+    chunk_bytes = config.chunk_bytes
+    if config.device_memory_budget is not None:
+        chunk_bytes = max(1, min(chunk_bytes, (config.device_memory_budget - plan.bytes_resident) // config.depth))
+    if capabilities.tier < Tier.BOUNDED:
+        whole = WholeTransport(means, capabilities, mode, free_bytes(means.device), scratch(drafted, means.device, load))
+        return whole, replace(plan, bytes_staging=whole.staging_bytes(plan))
+    if world.size == 1:
+        local = LocalTransport(means, local_chunks(plan, mode, chunk_bytes))
+        return local, replace(plan, bytes_staging=local.staging_bytes)
+    # All ranks cut alike, whatever each has resident.
+    chunk_bytes = min(int(text) for text in watch.exchange(str(chunk_bytes).encode()))
+    terms = f"mode {mode.value} tier {capabilities.tier.name} chunk {chunk_bytes} depth {config.depth}"
+    group = GroupTransport(means, group_order(plan, mode, chunk_bytes, world.size), terms, world, watch)
+    return group, replace(plan, bytes_staging=group.staging_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    capabilities: Capabilities
+    facts: Facts
+    direct: Mapping[str, bool]
+
+
+def _facts(drafted: Draft, device: torch.device, world: World, config: EffectiveConfig, gpudirect: bool) -> Facts:
+    plan, directory = drafted.plan, Path(drafted.catalog.directory)
+    where = pagecache.file_system(directory)
+    whole = sum(f.size for f in plan.files)
+    warm = sum(_cached(directory / f.name) for f in plan.files)
+    touched = sum(piece.stop - piece.start for piece in local_pieces(plan, splits(plan.slots, StackedMode.PER_EXPERT), whole))
+    return Facts(
+        all_safetensors=all(f.format == "safetensors" for f in plan.files),
+        strangers=any(note.fault is CheckpointFault.OUTSIDE_INDEX for note in drafted.catalog.notes),
+        device_type=device.type,
+        ranks=world.size,
+        hosts=1,
+        file_system="unknown" if where is None else where.kind,
+        network=where is not None and where.network,
+        gpudirect=gpudirect or config.loader == "3fs",
+        bytes_cold=whole - warm,
+        bytes_warm=warm,
+        bytes_ranks=touched,
+    )
+
+
+def _cached(path: Path) -> int:
+    return pagecache.cached_bytes(path) or 0
+
+
+def _direct(drafted: Draft, config: EffectiveConfig) -> dict[str, bool]:
+    """For each file whether to read around the page cache: as the settings say, else where keeping the file would only drive
+    out others, because what is not cached of this checkpoint does not fit into free memory.
+
+    Cached data is read 15 times slower around the cache than through it, and other data no faster (benchmark/fastsafetensors.md).
+    """
+    directory = Path(drafted.catalog.directory)
+    sizes = {f.name: (f.size, _cached(directory / f.name)) for f in drafted.plan.files}
+    if config.direct is not None:
+        return dict.fromkeys(sizes, config.direct)
+    missing = sum(size - cached for size, cached in sizes.values())
+    crowded = missing > free_bytes(torch.device("cpu"))
+    return {name: crowded and cached < size // 2 for name, (size, cached) in sizes.items()}
+
+
+def _together(mine: _Found, watch: Watch) -> _Found:
+    """The facts of all ranks in one: the lowest tier, the coldest cache, what all read; the same on every rank."""
+    told = {"tier": int(mine.capabilities.tier), "reason": mine.capabilities.reason, "host": host(), "facts": asdict(mine.facts)}
+    asked = [json.loads(text) for text in watch.exchange(json.dumps(told).encode())]
+    worst = min(range(len(asked)), key=lambda rank: asked[rank]["tier"])
+    reason = asked[worst]["reason"] if len(asked) == 1 else f"rank {worst}: {asked[worst]['reason']}"
+    capabilities = replace(mine.capabilities, tier=Tier(asked[worst]["tier"]), reason=reason)
+    every = [Facts(**a["facts"]) for a in asked]
+    coldest = max(every, key=lambda facts: facts.bytes_cold)
+    facts = replace(
+        coldest,
+        device_type="cpu" if any(f.device_type == "cpu" for f in every) else coldest.device_type,
+        hosts=len({a["host"] for a in asked}),
+        network=any(f.network for f in every),
+        gpudirect=all(f.gpudirect for f in every),
+        bytes_ranks=sum(f.bytes_ranks for f in every),
+    )
+    return replace(mine, capabilities=capabilities, facts=facts)
+
+
+def fallen_back(chosen: Chosen, drafted: Draft, device: torch.device, load: LoadConfig, reason: str, world: World) -> Chosen:
+    """What to go on with after fastsafetensors has failed with ``reason``; logs it."""
+    decision = replace(
+        chosen.decision, method=SCRATCH, level=logging.WARNING, degraded_reason=reason, reasons=(*chosen.decision.reasons, reason)
+    )
+    return _told(Chosen(scratch(drafted, device, load), decision, drafted.plan, chosen.tier), world)

@@ -1,0 +1,85 @@
+"""From the bytes of a piece to the deliveries that want them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+
+from rtp_llm.checkpoint.catalog import TensorInfo
+from rtp_llm.checkpoint.dtypes import DTYPES
+from rtp_llm.plan.boxes import Box, extent, shift, view
+from rtp_llm.plan.plan import Delivery, LoadPlan
+from rtp_llm.transport.fastsafetensors.sequence import Message, Piece, Split, narrowed
+from rtp_llm.transport.interface import Sink
+
+
+class Hand:
+    """Places what arrives where one rank's plan wants it, and counts the plan's bytes that have come."""
+
+    def __init__(self, plan: LoadPlan, sink: Sink, device: torch.device) -> None:
+        self._sink = sink
+        self.kept_bytes = 0
+        self._wanted: defaultdict[str, list[Delivery]] = defaultdict(list)
+        self._by_expert: defaultdict[tuple[str, int], list[Delivery]] = defaultdict(list)
+        for delivery in plan.deliveries:
+            if delivery.nbytes:
+                self._wanted[delivery.tensor.name].append(delivery)
+                if delivery.raw_box:
+                    self._by_expert[delivery.tensor.name, delivery.raw_box[0][0]].append(delivery)
+            else:
+                # No byte of it is in any file.
+                dtype = getattr(torch, str(delivery.stored_dtype))
+                sink.place(delivery, torch.empty(extent(delivery.raw_box), dtype=dtype, device=device))
+
+    def take(self, message: Message, flat: torch.Tensor) -> int:
+        """Places all that this rank wants of a message's bytes (``uint8``, flat); returns how many those were."""
+        before = self.kept_bytes
+        for piece in message.pieces:
+            offset = piece.start - message.start
+            self._take_piece(piece, flat[offset : offset + piece.stop - piece.start])
+        return self.kept_bytes - before
+
+    def _take_piece(self, piece: Piece, flat: torch.Tensor) -> None:
+        name = piece.tensor.name
+        # A layer's experts are many, and each wants one row.
+        one = piece.split is Split.EXPERTS
+        content: torch.Tensor | None = None
+        for delivery in self._by_expert.get((name, piece.box[0][0]), ()) if one else self._wanted.get(name, ()):
+            part = narrowed(delivery, piece.box)
+            if part is not None:
+                content = as_stored(piece.tensor, piece.box, flat) if content is None else content
+                self._sink.place(part, view(content, _from(piece.box, part.raw_box)))
+                self.kept_bytes += part.nbytes
+
+    def take_whole(self, name: str, content: torch.Tensor) -> int:
+        """Places all that this rank wants of a whole tensor; returns how many bytes those were, 0 for an unknown name."""
+        before = self.kept_bytes
+        for delivery in self._wanted.get(name, ()):
+            self._sink.place(delivery, view(content, delivery.raw_box))
+            self.kept_bytes += delivery.nbytes
+        return self.kept_bytes - before
+
+    def take_expert(self, name: str, expert: int, content: torch.Tensor) -> int:
+        """The same of one expert of a stacked tensor, without the dimension of experts."""
+        before = self.kept_bytes
+        for delivery in self._by_expert.get((name, expert), ()):
+            (_, *box) = delivery.raw_box
+            self._sink.place(delivery, view(content, tuple(box))[None])
+            self.kept_bytes += delivery.nbytes
+        return self.kept_bytes - before
+
+
+def _from(origin: Box, box: Box) -> Box:
+    return shift(box, tuple(-a for a, _ in origin))
+
+
+def as_stored(tensor: TensorInfo, box: Box, flat: torch.Tensor) -> torch.Tensor:
+    """A box's bytes (``uint8``, flat) in the tensor's stored dtype, with the box's shape."""
+    name = DTYPES[tensor.dtype].torch_name
+    assert name is not None, f"{tensor.name}: the plan let {tensor.dtype} through"
+    dtype = getattr(torch, name)
+    if flat.data_ptr() % dtype.itemsize or flat.storage_offset() % dtype.itemsize:
+        # Headers of odd length put tensors at odd addresses, where a device cannot load their elements.
+        flat = flat.clone()
+    return flat.view(dtype).view(extent(box))

@@ -1,0 +1,77 @@
+"""What the operating system knows of files before they are read: their file system, and how much of them is cached."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+#: File systems that lie across a network, or in another process: reads through a memory map can end in SIGBUS there.
+NETWORK = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p", "virtiofs", "afs", "fuse", "hf3fs"}
+)
+
+#: Bytes of a file looked at in one mincore() call: the answer takes a byte for each page, 64 KiB for 256 MiB.
+_WINDOW = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystem:
+    """Where a path lies: the mount point, the kernel's name of the file system, and whether it is a network's."""
+
+    mount_point: str
+    kind: str
+    network: bool
+
+
+def file_system(path: Path) -> FileSystem | None:
+    """The file system that ``path`` lies on, by the longest mount point; None where the kernel does not tell."""
+    real = os.path.realpath(path)
+    best: FileSystem | None = None
+    # Format: proc(5), /proc/pid/mountinfo; white space in names is octal.
+    for line in _read("/proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        mount_point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m.group(1), 8)), left.split(" ")[4])
+        inside = real == mount_point or real.startswith(mount_point.rstrip("/") + "/")
+        # Of equally long ones the last is on top.
+        if inside and (best is None or len(mount_point) >= len(best.mount_point)):
+            kind = right.split(" ")[0]
+            best = FileSystem(mount_point, kind, any(part in NETWORK for part in kind.split(".")))
+    return best
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux, or hidden in this container
+        return ""
+
+
+def cached_bytes(path: Path) -> int | None:
+    """How much of a file is in the page cache, by mincore(2), without touching it; None where that cannot be had."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "mincore"):
+        return None
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+    resident = 0
+    with path.open("rb") as file:
+        length = os.fstat(file.fileno()).st_size
+        for start in range(0, length, _WINDOW):
+            pages = _resident_pages(libc, file.fileno(), start, min(_WINDOW, length - start))
+            if pages is None:
+                return None
+            resident += pages * mmap.PAGESIZE
+    return min(resident, length)
+
+
+def _resident_pages(libc: ctypes.CDLL, descriptor: int, start: int, length: int) -> int | None:
+    # A private mapping is writable, which ctypes needs for an address, and is never written to.
+    with mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=start) as mapping:
+        first = ctypes.c_char.from_buffer(mapping)
+        answer = ctypes.create_string_buffer(-(-length // mmap.PAGESIZE))
+        failed = libc.mincore(ctypes.addressof(first), length, answer)
+        del first  # an exported buffer would keep the mapping from being closed
+        return None if failed else sum(byte & 1 for byte in answer.raw)

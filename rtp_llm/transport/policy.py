@@ -1,0 +1,165 @@
+"""Which transport moves a load's bytes: one pure decision, with its reasons."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from rtp_llm.config.load import StackedMode
+from rtp_llm.transport.fastsafetensors.probe import Capabilities, Tier
+
+SCRATCH, FASTSAFETENSORS = "scratch", "fastsafetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a load before a byte of weights is read, the same on every rank.
+
+    ``bytes_cold`` and ``bytes_warm`` divide the checkpoint's data by whether it is in the page cache of the host that has
+    least of it; ``bytes_ranks`` is what all ranks fetch if each reads for itself, whole rows even where it needs a few columns,
+    since that is what reading ahead makes of it.  ``strangers``: files hold tensors that the index does not name, under names
+    that it may name elsewhere.
+    """
+
+    all_safetensors: bool
+    strangers: bool
+    device_type: str
+    ranks: int
+    hosts: int
+    file_system: str
+    network: bool
+    gpudirect: bool
+    bytes_cold: int
+    bytes_warm: int
+    bytes_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """``level`` is that of the one log record; ``degraded_reason`` is None unless this is a fall-back."""
+
+    method: str
+    requested: str
+    stacked_moe_mode: StackedMode
+    level: int
+    degraded_reason: str | None
+    reasons: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The decision for the log."""
+        if self.degraded_reason is not None:
+            return (
+                f"fastsafetensors falls back to scratch: requested_mode={self.requested} effective_mode={self.method} "
+                f"degraded_reason={self.degraded_reason}"
+            )
+        return f"load_method {self.requested} is {self.method}: {'; '.join(self.reasons)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes a second that a way of reading reaches: from storage, and from the page cache."""
+
+    cold: float
+    warm: float
+
+
+#: Measured on one H200 host (benchmark/fastsafetensors.md): buffered reads by own threads; the package, buffered, placing
+#: from chunks.  A local disk gives both the same; each rate is that of one host.
+_LOCAL = {SCRATCH: Rates(1.7e9, 37e9), FASTSAFETENSORS: Rates(1.7e9, 25e9)}
+#: A network file system serves all ranks together at about this rate (25 Gbit/s); its client's cache is like a local disk's.
+#: An assumption, not a measurement: the decision depends on how often bytes are fetched far more than on the rate.
+_NETWORK_COLD = 2.0e9
+#: Bytes a second of a broadcast between GPUs of one host (4 MiB messages: the slowest measured).
+_BROADCAST = 150e9
+
+
+def decide(
+    load_method: str, stacked_moe_mode: StackedMode, facts: Facts, capabilities: Capabilities, shortage: str | None = None
+) -> Decision:
+    """The transport for a load.
+
+    Args:
+        load_method: ``auto``, ``fastsafetensors`` or ``scratch``.
+        stacked_moe_mode: as asked for; kept in the decision.
+        facts, capabilities: of all ranks together: what the least able of them has.
+        shortage: why fastsafetensors does not fit into memory, if it does not.
+    """
+
+    def scratch(reason: str, level: int | None) -> Decision:
+        degraded = None if level is None else reason
+        return Decision(SCRATCH, load_method, stacked_moe_mode, level or logging.INFO, degraded, (reason,))
+
+    if load_method == SCRATCH:
+        return scratch("it was asked for", None)
+    lack = _precondition(load_method, facts)
+    if lack:
+        return scratch(lack, logging.INFO)
+    if capabilities.tier is Tier.ABSENT:
+        return scratch(capabilities.reason, logging.INFO)
+    lack = _tier(facts, capabilities) or shortage
+    if lack:
+        return scratch(lack, logging.WARNING)
+    reasons = ("it was asked for",)
+    if load_method == "auto":
+        better, why = _cheaper(facts)
+        if better == SCRATCH:
+            return scratch(why, None)
+        reasons = (why,)
+    return Decision(FASTSAFETENSORS, load_method, stacked_moe_mode, logging.INFO, None, (*reasons, *_ways(facts, capabilities)))
+
+
+def _precondition(load_method: str, facts: Facts) -> str:
+    if not facts.all_safetensors:
+        return "not all files are safetensors"
+    if facts.device_type == "cpu" and load_method == "auto":
+        return "the device is the CPU"
+    return ""
+
+
+def _tier(facts: Facts, capabilities: Capabilities) -> str:
+    if capabilities.tier < Tier.WHOLE:
+        return capabilities.reason
+    if capabilities.tier < Tier.BOUNDED and facts.ranks > 1:
+        return f"the installed wheel delivers whole files to one rank only: {capabilities.reason}"
+    if capabilities.tier < Tier.BOUNDED and facts.strangers:
+        return "tensor names are not unique: files hold tensors that the index does not name, and the installed wheel yields them too"
+    return ""
+
+
+def _cheaper(facts: Facts) -> tuple[str, str]:
+    """The cheaper of two ways that both work: each rank reads its part, or each file is read once and passed on."""
+    if facts.gpudirect:
+        return FASTSAFETENSORS, "storage can be read straight into the device"
+    alone = _seconds(facts, SCRATCH, max(1.0, facts.bytes_ranks / max(1, facts.bytes_cold + facts.bytes_warm)))
+    once = _seconds(facts, FASTSAFETENSORS, 1.0)
+    if facts.ranks > 1:
+        once += (facts.bytes_cold + facts.bytes_warm) / _BROADCAST
+    cheaper = FASTSAFETENSORS if once < alone else SCRATCH
+    whole = facts.bytes_cold + facts.bytes_warm
+    share = 100 * facts.bytes_warm / whole if whole else 100.0
+    return cheaper, (
+        f"{'network' if facts.network else 'local'} storage ({facts.file_system}), {share:.0f}% in the page cache, "
+        f"{facts.ranks} rank(s) on {facts.hosts} host(s): rank-local reads are estimated at {alone:.3g} s, fastsafetensors at {once:.3g} s"
+    )
+
+
+def _seconds(facts: Facts, method: str, times: float) -> float:
+    """Seconds to read the checkpoint ``times`` over.
+
+    Local: what one rank has read from its host's disk the others find in the page cache.  Network: ranks read at the same
+    time, from the same servers, and each is served for itself.
+    """
+    rates = _LOCAL[method]
+    cold = facts.bytes_cold * times / _NETWORK_COLD if facts.network else facts.bytes_cold / rates.cold
+    return cold + facts.bytes_warm * times / rates.warm
+
+
+def _ways(facts: Facts, capabilities: Capabilities) -> tuple[str, ...]:
+    """How it is done, for the report."""
+    if capabilities.tier >= Tier.BOUNDED:
+        each = "each file is read once and broadcast" if facts.ranks > 1 else "only what the rank needs is read, in chunks"
+        return (each, "experts are split and filtered here")
+    split = "by the wheel" if capabilities.stacked_split else "here"
+    filtered = "by the wheel" if capabilities.copyout_filter else "here, after delivery"
+    return (f"whole files are read; experts are split {split}, and tensors filtered {filtered}",)

@@ -1,0 +1,104 @@
+"""What is read together: few calls, bounded unwanted bytes, right bytes whatever the kernel returns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rtp_llm.plan.boxes import Box, view
+from rtp_llm.transport.scratch.blocks import MAX_GAP, MAX_RUNS, blocks
+from tests.transport.test_scratch import Collect, deliver, plan_for
+
+MIB = 1 << 20
+
+
+class Calls:
+    """os.preadv, counted, and cut short to at most ``most`` bytes a call."""
+
+    def __init__(self, most: int = 1 << 40) -> None:
+        self.sizes: list[int] = []
+        self._most, self._preadv = most, os.preadv
+
+    def __call__(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        left, cut = self._most, []
+        for buffer in buffers:
+            cut.append(buffer[:left])
+            left -= len(cut[-1])
+        self.sizes.append(self._preadv(descriptor, cut, offset))
+        return self.sizes[-1]
+
+
+def whole(tensors: dict[str, torch.Tensor]) -> dict[str, Box]:
+    return {name: tuple((0, n) for n in t.shape) for name, t in tensors.items()}
+
+
+def test_small_neighbours_are_read_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand small tensors that lie side by side take two calls, and nothing else is read."""
+    tensors = {f"t{i:04}": torch.full((7,), float(i)) for i in range(1000)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    plan = plan_for(tmp_path, whole(tensors))
+    calls = Calls()
+    monkeypatch.setattr(os, "preadv", calls)
+    sink = Collect(plan, direct=True)
+    moved = deliver(plan, tmp_path, sink, MIB, threads=1)
+    assert len(calls.sizes) == -(-1000 // MAX_RUNS)
+    assert moved.bytes_read == moved.bytes_placed == sum(calls.sizes) == 1000 * 28
+    assert all(torch.equal(sink.memory[name], t) for name, t in tensors.items())
+
+
+def test_columns_are_read_by_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The right half of 2,000 rows: one call for 512 rows; what lies between is read and counted, before and after it is not."""
+    tensor = torch.randn(2000, 64)
+    save_file({"t": tensor}, tmp_path / "model.safetensors")
+    plan = plan_for(tmp_path, {"t": ((0, 2000), (32, 64))})
+    calls = Calls()
+    monkeypatch.setattr(os, "preadv", calls)
+    sink = Collect(plan, direct=True)
+    moved = deliver(plan, tmp_path, sink, MIB, threads=1)
+    assert torch.equal(sink.memory["t"], tensor[:, 32:])
+    assert len(calls.sizes) == 4
+    assert moved.bytes_placed == plan.bytes_read == 2000 * 128
+    assert moved.bytes_read == sum(calls.sizes) == 2000 * 128 + (2000 - 4) * 128
+
+
+def test_wide_gaps_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of rows longer than the read-ahead window cost a call each, and no byte more than the plan says."""
+    columns = MAX_GAP // 4 + 100
+    tensor = torch.randn(5, columns)
+    save_file({"t": tensor, "u": torch.ones(3)}, tmp_path / "model.safetensors")
+    plan = plan_for(tmp_path, {"t": ((0, 5), (0, 10)), "u": ((0, 3),)})
+    calls = Calls()
+    monkeypatch.setattr(os, "preadv", calls)
+    sink = Collect(plan, direct=True)
+    moved = deliver(plan, tmp_path, sink, MIB, threads=1)
+    assert torch.equal(sink.memory["t"], tensor[:, :10])
+    assert moved.bytes_read == moved.bytes_placed == sum(calls.sizes) == 5 * 40 + 12
+    assert len(calls.sizes) == 6
+
+
+@pytest.mark.parametrize("most", [1, 7, 100])
+def test_calls_that_the_kernel_cuts_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """A call may return fewer bytes than it was asked for, anywhere in its buffers: the rest is read by the next."""
+    tensors = {"a": torch.randn(6, 4), "b": torch.randn(5), "c": torch.randn(())}
+    save_file(tensors, tmp_path / "model.safetensors")
+    boxes = whole(tensors) | {"a": ((0, 6), (1, 3))}
+    plan = plan_for(tmp_path, boxes)
+    monkeypatch.setattr(os, "preadv", Calls(most))
+    sink = Collect(plan, direct=True)
+    deliver(plan, tmp_path, sink, MIB)
+    assert all(torch.equal(sink.memory[name], view(t, boxes[name]) if boxes[name] else t) for name, t in tensors.items())
+
+
+def test_blocks_fit_the_staging_buffer(tmp_path: Path) -> None:
+    """However many parts a block has, padded for alignment it needs no more than the buffer."""
+    tensors = {f"t{i:03}": torch.zeros(1 + i % 50) for i in range(300)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    plan = plan_for(tmp_path, whole(tensors))
+    found = list(blocks(plan, 1000))
+    assert all(block.staged <= 1000 for block in found)
+    assert sum(block.nbytes for block in found) == plan.bytes_read
