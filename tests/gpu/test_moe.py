@@ -47,7 +47,9 @@ def test_the_gpu_computes_what_the_cpu_computes(variant: str, dtype: torch.dtype
     if dtype == torch.float32:
         assert distance(found, wanted) < 1e-3 and distance(stepped, wanted) < 1e-3
     else:
-        assert closeness(found, wanted) > 0.99
+        # Rounding may send a token or two to another expert; the others point where they should.
+        cosines = torch.cosine_similarity(found.float(), wanted.float(), dim=-1).flatten()
+        assert cosines.quantile(0.1) > 0.999
 
 
 def on_gpu(jobs: list[tuple[str, Shape]], ids: torch.Tensor, steps: list[int]) -> list[torch.Tensor]:
@@ -64,7 +66,8 @@ def test_expert_parallel_over_nccl(tmp_path: Path) -> None:
         jobs += [(str(tmp_path / variant), shape) for shape in (Shape(2, 1), Shape(1, 2))]
     results = run_ranks(2, on_gpu, jobs, ids, STEPS, timeout=240)
     for (folder, shape), *ranks in zip(jobs, *(result.value for result in results), strict=True):
+        model = load_model(folder, device="cuda", parallel=ParallelConfig()).model
         with torch.inference_mode():
-            alone = load_model(folder, device="cuda", parallel=ParallelConfig()).model(ids.cuda()).cpu()
+            alone = model(ids.cuda()).cpu()
         assert torch.equal(ranks[0], ranks[1]), (folder, shape)
         assert distance(ranks[0], alone) < 1e-3, (folder, shape)
