@@ -36,10 +36,14 @@ def requirement(distribution):
     """The platform's own build of a distribution that every platform's lock has, as a list of one label."""
     return platform_select({p: [_hub_label(p, distribution)] for p in ALL_PLATFORMS})
 
+def _base(platform):
+    """Lines of deps/requirements.in that the table does not pin."""
+    exact = ["torch"] + _flashinfer(platform) + (["fastsafetensors"] if PLATFORMS[platform]["fastsafetensors"] else [])
+    return [r for r in REQUIREMENTS if _distribution(r) not in exact]
+
 def base_deps():
-    """What deps/requirements.in names beside torch, from the platform's lock."""
-    names = [_distribution(r) for r in REQUIREMENTS if _distribution(r) != "torch"]
-    return platform_select({p: [_hub_label(p, name) for name in names] for p in ALL_PLATFORMS})
+    """What deps/requirements.in names beside what the table pins, from the platform's lock."""
+    return platform_select({p: [_hub_label(p, _distribution(r)) for r in _base(p)] for p in ALL_PLATFORMS})
 
 def torch_deps():
     """The platform's torch and whatever files go with it."""
@@ -70,7 +74,7 @@ def _torch_requirement(platform, urls):
 
 def _whl_deps(platform, urls):
     row = PLATFORMS[platform]
-    deps = [r for r in REQUIREMENTS if _distribution(r) != "torch"]
+    deps = _base(platform)
     deps.append(_torch_requirement(platform, urls))
     for companion in row["companions"]:
         if urls and companion["sha256"]:
@@ -130,11 +134,12 @@ def run_on(platforms, labels):
       labels: what the target depends on.
 
     Returns:
-      a select of lists of labels; of the two settings of a platform, Bazel takes the narrower one that holds.
+      a select of lists of labels. Its default means "skipped here"; that a platform is chosen at all is only_on's to
+      see.
     """
-    values = {"//arch_config:is_" + p: [] for p in ALL_PLATFORMS}
-    values.update({"//arch_config:runs_" + p: labels for p in platforms})
-    return select(values, no_match_error = _CHOOSE)
+    values = {"//arch_config:runs_" + p: labels for p in platforms}
+    values["//conditions:default"] = []
+    return select(values)
 
 def platforms_with(**fields):
     """Names of the platforms whose row has these values, for only_on(): platforms_with(accelerator = "cuda")."""

@@ -19,7 +19,7 @@ Fields of a row
   companions       files that torch requires and no public index serves: name, version, url, sha256. A hash or URL
                    that is not known is None: the file is then in no lock, and the checks list it as unverified
   flashinfer       variant (a key of FLASHINFER_VARIANTS) and version
-  fastsafetensors  version, or None: on a CPU the loader never chooses it
+  fastsafetensors  version, or None for a platform without it; one wheel serves CUDA, ROCm and CPU
   wheel_tag        the wheel's tag. cpXY: torch's file is for one Python. manylinux_2_28: what torch's file needs
   local_version    the wheel's local version label
 """
@@ -188,7 +188,7 @@ PLATFORMS = {
         },
         "companions": [],
         "flashinfer": {"variant": "none", "version": None},
-        "fastsafetensors": None,
+        "fastsafetensors": "0.5.0",
         "wheel_tag": "cp311-none-manylinux_2_28_x86_64",
         "local_version": "cpu",
     },
@@ -215,7 +215,7 @@ PLATFORMS = {
         },
         "companions": [],
         "flashinfer": {"variant": "none", "version": None},
-        "fastsafetensors": None,
+        "fastsafetensors": "0.5.0",
         "wheel_tag": "cp311-none-manylinux_2_28_aarch64",
         "local_version": "cpu",
     },

@@ -122,8 +122,9 @@ class Platform:
         return found
 
     def requires_dist(self, base: Sequence[str], urls: bool = True) -> list[str]:
-        """Requires-Dist of the platform's wheel, given the lines of requirements.in; sorted."""
-        return sorted([line for line in base if distribution(line) != "torch"] + self.pinned(urls))
+        """Requires-Dist of the platform's wheel: requirements.in, with the table's exact ones in place of its ranges; sorted."""
+        exact = {distribution(line) for line in self.pinned(urls)}
+        return sorted([line for line in base if distribution(line) not in exact] + self.pinned(urls))
 
     def constraints(self) -> list[str]:
         """Bounds for packages that the lock has through others alone: NVIDIA's bindings follow the CUDA major."""

@@ -46,7 +46,7 @@ def _pip_parse(platform: Platform) -> str:
 
 def module_hubs(table: Table) -> str:
     """bazel/pip/hubs.MODULE.bazel: one pip hub a platform, and the tools'."""
-    hubs = [*(f"pip_{name}" for name in sorted(table.platforms)), *HOST_HUBS]
+    hubs = sorted([*(f"pip_{name}" for name in table.platforms), *HOST_HUBS])
     # A lane's tests run with the platform's Python, and their tools must exist for it.
     pythons = sorted({platform.python for platform in table.platforms.values()})
     default = table.platforms["cpu"].python

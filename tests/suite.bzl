@@ -41,8 +41,10 @@ def _suite(name, platforms, deps, data = [], each = {}, **kwargs):
     )
 
 def product_suite(name = "tests", data = [], deps = [], **kwargs):
-    """Tests of the product on a CPU: they run in the CPU lanes, on a machine of the lane's CPU, and are skipped
-    elsewhere. Files that need a device go to tests/gpu. Files of the folder that are no tests are their helpers.
+    """Tests of the product on a CPU.
+
+    They run in the CPU lanes, on a machine of the lane's CPU, and are skipped elsewhere. Files that need a device go
+    to tests/gpu. Files of the folder that are no tests are their helpers.
 
     Args:
       name: name of the test_suite.

@@ -23,7 +23,15 @@ toolchain(
 """
 
 def local_interpreter(rctx, version):
-    """Path of a Python of this version that has pip; fails with what to do."""
+    """Finds a Python that has pip; fails with what to do where there is none.
+
+    Args:
+      rctx: of the repository rule that asks.
+      version: the minor version, like 3.11.
+
+    Returns:
+      its path.
+    """
     tried = []
     for name in [rctx.os.environ.get("RTP_PYTHON"), "python" + version, "python3"]:
         path = rctx.which(name) if name and not name.startswith("/") else name

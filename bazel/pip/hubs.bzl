@@ -23,7 +23,11 @@ def _pip_platforms(cpu):
     return tags
 
 def hubs():
-    """Every hub: name -> struct(lock, python, cpu). An empty cpu means the host's own."""
+    """Every hub.
+
+    Returns:
+      name -> struct(lock, python, cpu); an empty cpu means the host's own.
+    """
     found = {
         "pip_" + p: struct(
             lock = "//deps:requirements_lock_{}.txt".format(p),

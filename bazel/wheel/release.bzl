@@ -4,18 +4,18 @@ load("@project_facts//:facts.bzl", "VERSION")
 load("//arch_config:arch_select.bzl", "ALL_PLATFORMS", "table_select", "whl_deps")
 load(":wheel.bzl", "platform_wheel", "python_wheel")
 
-def release_wheels(srcs, licenses, pyproject, readme):
+def release_wheels(srcs, license_files, pyproject, readme):
     """Declares :wheel, :wheel_index, and :wheel_<platform>, :wheel_index_<platform> for every platform.
 
     Args:
       srcs: the package's files.
-      licenses: licence files; pyproject.toml must name the same ones.
+      license_files: licence files; pyproject.toml must name the same ones.
       pyproject: pyproject.toml, for what does not depend on the platform.
       readme: the long description.
     """
     common = {
         "distribution": "rtp-llm",
-        "licenses": licenses,
+        "license_files": license_files,
         "local_version": table_select("local_version"),
         "pyproject": pyproject,
         "python": table_select("python"),

@@ -20,12 +20,12 @@ def _wheel_impl(ctx):
     args.add("--tag", ctx.attr.wheel_tag)
     args.add("--python", ctx.attr.python)
     args.add_all(ctx.attr.requires, before_each = "--requires")
-    args.add_all(ctx.files.licenses, before_each = "--license", map_each = _destination)
+    args.add_all(ctx.files.license_files, before_each = "--license", map_each = _destination)
     args.add_all(ctx.files.srcs, before_each = "--file", map_each = _destination)
     ctx.actions.run(
         executable = ctx.executable._build_wheel,
         arguments = [args],
-        inputs = ctx.files.srcs + ctx.files.licenses + [ctx.file.pyproject, ctx.file.readme],
+        inputs = ctx.files.srcs + ctx.files.license_files + [ctx.file.pyproject, ctx.file.readme],
         outputs = [out],
         mnemonic = "PythonWheel",
         progress_message = "Packing " + out.short_path,
@@ -39,7 +39,7 @@ python_wheel = rule(
     attrs = {
         "distribution": attr.string(mandatory = True),
         "folder": attr.string(doc = "folder of the output, for a second wheel of the same name"),
-        "licenses": attr.label_list(allow_files = True, mandatory = True),
+        "license_files": attr.label_list(allow_files = True, mandatory = True),
         "local_version": attr.string(mandatory = True),
         "pyproject": attr.label(allow_single_file = True, mandatory = True),
         "python": attr.string(mandatory = True, doc = "the one minor version, like 3.12"),
