@@ -136,11 +136,11 @@ class Platform:
 
     def unverified(self) -> list[str]:
         """What the table knows without having seen it, in words."""
-        found = [
-            f"{self.name}: {c.name} {c.version}: no known {' and '.join(what for what, v in (('URL', c.url), ('sha256', c.sha256)) if not v)}"
-            for c in self.companions
-            if not (c.url and c.sha256)
-        ]
+        found = []
+        for companion in self.companions:
+            unknown = [what for what, value in (("URL", companion.url), ("sha256", companion.sha256)) if not value]
+            if unknown:
+                found.append(f"{self.name}: {companion.name} {companion.version}: no known {' and '.join(unknown)}")
         if self.torch.url and not self.torch.sha256:
             found.append(f"{self.name}: torch {self.torch.version}: no known sha256")
         if not REQUIRES_KNOWN[self.requires_known]:
@@ -195,7 +195,10 @@ def _problems(name: str, row: Mapping[str, Any], variants: Mapping[str, Sequence
         (torch["requires_known"] in REQUIRES_KNOWN, f"torch.requires_known {torch['requires_known']}: one of {sorted(REQUIRES_KNOWN)}"),
         ((torch["url"] is None) == (torch["requires_known"] == "index"), "torch: a url, or requires_known index: one of the two"),
         (flashinfer.get("variant") in variants, f"flashinfer.variant {flashinfer.get('variant')}: one of {sorted(variants)}"),
-        (bool(flashinfer.get("version")) == bool(variants.get(flashinfer.get("variant"))), "flashinfer.version: set where the variant has packages"),
+        (
+            bool(flashinfer.get("version")) == bool(variants.get(flashinfer.get("variant"))),
+            "flashinfer.version: set where the variant has packages",
+        ),
         (interpreter == "cp" + row["python"].replace(".", ""), f"wheel_tag {row['wheel_tag']}: not for Python {row['python']}"),
         (platform_tag.endswith(row["cpu"]), f"wheel_tag {row['wheel_tag']}: not for {row['cpu']}"),
     )
@@ -230,7 +233,10 @@ def parse_table(text: str) -> Table:
     platforms = {
         name: Platform(
             name=name,
-            **{field: row[field] for field in ("os", "cpu", "accelerator", "toolkit", "python", "fastsafetensors", "wheel_tag", "local_version")},
+            **{
+                field: row[field]
+                for field in ("os", "cpu", "accelerator", "toolkit", "python", "fastsafetensors", "wheel_tag", "local_version")
+            },
             torch=_artefact("torch", row["torch"]),
             torch_requires=tuple(row["torch"]["requires"]),
             requires_known=row["torch"]["requires_known"],

@@ -60,11 +60,7 @@ def module_hubs(table: Table) -> str:
         'pip = use_extension("@rules_python//python/extensions:pip.bzl", "pip")\n',
         *(_pip_parse(table.platforms[name]) for name in sorted(table.platforms)),
         *(
-            "pip.parse(\n"
-            f'    hub_name = "{hub}",\n'
-            f'    python_version = "{python}",\n'
-            f'    requirements_lock = "//deps:{lock}",\n'
-            ")\n"
+            f'pip.parse(\n    hub_name = "{hub}",\n    python_version = "{python}",\n    requirements_lock = "//deps:{lock}",\n)\n'
             for hub, lock in HOST_HUBS.items()
             for python in pythons
         ),

@@ -60,7 +60,13 @@ def digest(text: str) -> str:
 
 def input_digest(platform: Platform, base: Sequence[str]) -> str:
     """Digest of all that a lock is resolved from: requirements, torch's own, constraints, Python and CPU."""
-    lines = [*platform.requires_dist(base), *platform.torch_requires, *platform.constraints(), f"python {platform.python}", f"cpu {platform.cpu}"]
+    lines = [
+        *platform.requires_dist(base),
+        *platform.torch_requires,
+        *platform.constraints(),
+        f"python {platform.python}",
+        f"cpu {platform.cpu}",
+    ]
     return digest("\n".join(lines))
 
 
@@ -155,5 +161,7 @@ def _parse_entry(block: list[str]) -> tuple[Entry | None, list[str]]:
         faults.append(f"{name}: expected one sha256, found {len(hashes)}")
     if len(files) != 1:
         faults.append(f"{name}: expected the name of one file, found {len(files)}")
-    entry = Entry(name, tuple(e for e in extras.split(",") if e), version.strip(), url, hashes[0] if hashes else "", files[0] if files else "")
+    entry = Entry(
+        name, tuple(e for e in extras.split(",") if e), version.strip(), url, hashes[0] if hashes else "", files[0] if files else ""
+    )
     return entry, faults

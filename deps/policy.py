@@ -1,6 +1,6 @@
 """What a lock may hold. Each check returns every problem it finds, in words that say what to do; none needs network.
 
-    python -m deps.policy        checks the real files; exit code 1 with all problems
+python -m deps.policy        checks the real files; exit code 1 with all problems
 """
 
 from __future__ import annotations
@@ -167,7 +167,8 @@ def check_variants(locks: Mapping[str, Lock]) -> list[str]:
             if entry.sha256:
                 seen[entry.sha256][entry.file_name, entry.url].append(name)
     return [
-        f"one sha256 {sha256} for two files: " + "; ".join(f"{file} ({', '.join(where)})" for (file, _), where in sorted(files.items(), key=str))
+        f"one sha256 {sha256} for two files: "
+        + "; ".join(f"{file} ({', '.join(where)})" for (file, _), where in sorted(files.items(), key=str))
         for sha256, files in sorted(seen.items())
         if len(files) > 1
     ]

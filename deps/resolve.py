@@ -68,7 +68,9 @@ def uv_config(platform: Platform) -> str:
 def run_uv(work: Path, *arguments: str) -> None:
     command = [find_uv_bin(), "--config-file", str(work / "uv.toml"), "pip", "compile", "--quiet", "--no-header", *arguments]
     # No interpreter of this machine may have a say: the platform's own version and CPU are given.
-    done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False, env={**os.environ, "UV_PYTHON_DOWNLOADS": "never"})
+    done = subprocess.run(
+        command, cwd=work, capture_output=True, text=True, check=False, env={**os.environ, "UV_PYTHON_DOWNLOADS": "never"}
+    )
     if done.returncode:
         raise ResolveError(done.stderr.strip())
 
@@ -91,7 +93,7 @@ def resolve(platform: Platform, base: str, current: Lock | None, upgrade: bool) 
         target = ["--python-platform", UV_PLATFORM[platform.cpu], "--python-version", platform.python, "--only-binary", ":all:"]
         run_uv(work, "platform.in", "-c", "constraints.txt", *target, "--no-annotate", "--no-strip-extras", "-o", pins.name)
         run_uv(work, pins.name, *target, "--no-deps", "--format", "pylock.toml", "-o", "pylock.toml")
-        extras = {canonicalize_name(r.name): tuple(sorted(r.extras)) for r in map(Requirement, requirement_lines(pins.read_text()))}
+        extras = {str(canonicalize_name(r.name)): tuple(sorted(r.extras)) for r in map(Requirement, requirement_lines(pins.read_text()))}
         packages = tomllib.loads((work / "pylock.toml").read_text())["packages"]
     environment = platform.marker_environment()
     wanted = [package for package in packages if "marker" not in package or Marker(package["marker"]).evaluate(environment)]

@@ -1,10 +1,10 @@
 """Writes everything that follows from the platform table: inputs, locks, .bazelrc configs, MODULE.bazel's hubs, docs.
 
-    bazel run //deps:update                              every platform, keeping versions that still fit
-    bazel run //deps:update -- --platform cuda13         one platform's lock
-    bazel run //deps:update -- --upgrade                 newest versions
-    bazel run //deps:update -- --check                   changes nothing; exit code 1 and a diff where a file is out of date
-    bazel run //deps:update -- --offline                 all but the locks, which alone need the package index
+bazel run //deps:update                              every platform, keeping versions that still fit
+bazel run //deps:update -- --platform cuda13         one platform's lock
+bazel run //deps:update -- --upgrade                 newest versions
+bazel run //deps:update -- --check                   changes nothing; exit code 1 and a diff where a file is out of date
+bazel run //deps:update -- --offline                 all but the locks, which alone need the package index
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from arch_config.table import ROOT, Table, base_requirements, load_table
 from deps.generated import bazelrc, bzlmod_bazelrc, docs_table, module_hubs, with_table
 from deps.locks import parse_lock, render_input, render_lock
 from deps.resolve import ResolveError, resolve, run_uv
-
 
 #: accelerate without torch: the tools come beside a platform's own torch and must not bring another.
 WITHOUT_TORCH = """[[dependency-metadata]]
@@ -73,7 +72,9 @@ def tools_lock(root: Path, upgrade: bool) -> tuple[Path, str]:
 
 def show(path: Path, old: str, new: str) -> None:
     """The difference between a file and what it should be, on standard output."""
-    sys.stdout.writelines(difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"{path.name} as it is", f"{path.name} as it should be"))
+    sys.stdout.writelines(
+        difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"{path.name} as it is", f"{path.name} as it should be")
+    )
 
 
 def apply(path: Path, text: str, check: bool) -> bool:

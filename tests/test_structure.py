@@ -54,7 +54,8 @@ def imports(file: Path) -> set[str]:
 
 
 def test_version_is_stated_once() -> None:
-    """The installed distribution has the version of ``rtp_llm/version.py``; a stale editable install fails here. A wheel adds its platform's local label."""
+    """The installed distribution has the version of ``rtp_llm/version.py``; a stale editable install fails here.
+    A platform's wheel adds its local label."""
     assert metadata.version("rtp-llm").partition("+")[0] == __version__
 
 

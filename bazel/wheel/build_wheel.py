@@ -13,9 +13,11 @@ import hashlib
 import os
 import sys
 import time
-import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
+
+import tomllib
 
 #: The zip format begins in 1980; earlier times cannot be written.
 ZIP_EPOCH = 315532800
@@ -28,7 +30,7 @@ def zip_time(environment: str | None) -> tuple[int, int, int, int, int, int]:
     return (moment.tm_year, moment.tm_mon, moment.tm_mday, moment.tm_hour, moment.tm_min, moment.tm_sec // 2 * 2)
 
 
-def metadata(project: dict, version: str, python: str, requires: list[str], licenses: list[str], readme: str) -> str:
+def metadata(project: dict[str, Any], version: str, python: str, requires: list[str], licenses: list[str], readme: str) -> str:
     """METADATA, version 2.4 of the core metadata: the first with License-Expression and License-File together."""
     lines = [
         "Metadata-Version: 2.4",
@@ -45,7 +47,7 @@ def metadata(project: dict, version: str, python: str, requires: list[str], lice
     return "\n".join(lines) + "\n\n" + readme
 
 
-def entry_points(project: dict) -> str:
+def entry_points(project: dict[str, Any]) -> str:
     """entry_points.txt, with the console scripts of pyproject.toml."""
     scripts = project.get("scripts", {})
     return "[console_scripts]\n" + "".join(f"{name} = {scripts[name]}\n" for name in sorted(scripts))

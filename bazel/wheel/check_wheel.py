@@ -1,6 +1,6 @@
 """Holds a built wheel against the platform table and the platform's lock. Each check returns every problem in words.
 
-    python -m bazel.wheel.check_wheel WHEEL PLATFORM [--index]        exit code 1 with all problems
+python -m bazel.wheel.check_wheel WHEEL PLATFORM [--index]        exit code 1 with all problems
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def needed(data: bytes) -> list[str]:
     """DT_NEEDED of a shared library."""
     elf = ELFFile(io.BytesIO(data))
     return [
-        tag.needed
+        str(tag.needed)  # type: ignore[attr-defined]  # set for DT_NEEDED
         for section in elf.iter_sections()
         if isinstance(section, DynamicSection)
         for tag in section.iter_tags()

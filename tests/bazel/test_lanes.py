@@ -116,7 +116,9 @@ def test_file_without_tests_fails(bazel: Bazel) -> None:
     (folder / "BUILD.bazel").write_text('load("//tests:policy.bzl", "policy_suite")\n\npolicy_suite()\n')
     tested = bazel("test", "--config=rocm", "--keep_going", "//tests/empty/...")
     assert tested.returncode == 3, tested.stdout + tested.stderr
-    verdicts = {line.split()[0]: line.split()[1] for line in (tested.stdout + tested.stderr).splitlines() if line.startswith("//tests/empty")}
+    verdicts = {
+        line.split()[0]: line.split()[1] for line in (tested.stdout + tested.stderr).splitlines() if line.startswith("//tests/empty")
+    }
     assert verdicts == {"//tests/empty:test_none": "FAILED", "//tests/empty:test_deselected": "FAILED", "//tests/empty:test_one": "PASSED"}
 
 

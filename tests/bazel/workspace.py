@@ -18,6 +18,8 @@ def test_folders() -> list[str]:
 
 def copy_workspace(destination: Path) -> Path:
     """The tree without what is built, installed or fetched."""
-    left_out = shutil.ignore_patterns(".git", ".venv", ".cache", ".*_cache", "__pycache__", "bazel-*", "build", "dist", "demo-checkpoints", "*.egg-info")
+    left_out = shutil.ignore_patterns(
+        ".git", ".venv", ".cache", ".*_cache", "__pycache__", "bazel-*", "build", "dist", "demo-checkpoints", "*.egg-info"
+    )
     shutil.copytree(WORKSPACE, destination, ignore=left_out, symlinks=True)
     return destination

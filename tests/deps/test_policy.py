@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from arch_config.table import parse_table
-from deps.locks import Entry, digest, parse_lock, render_lock
+from deps.locks import Entry, Lock, digest, parse_lock, render_lock
 from deps.policy import Files, check_all, check_coverage, host_problem, read_files
 
 SHA = "0123456789abcdef" * 4
@@ -69,7 +69,15 @@ def table_with(files: Files, old: str, new: str) -> Files:
     return dataclasses.replace(files, table=parse_table(text.replace(old, new)))
 
 
+BINDINGS = "cuda_bindings-13.0.3-cp312-cp312-manylinux_2_28_x86_64.whl"
 ROCM_URL = "https://download-r2.pytorch.org/whl/rocm6.4/torch-2.9.1%2Brocm6.4-cp312-cp312-manylinux_2_28_x86_64.whl"
+
+
+def exchanging(package: str, other: Lock) -> Callable[[list[Entry]], list[Entry]]:
+    """The same package as another platform's lock has it."""
+    (theirs,) = [entry for entry in other.entries if entry.name == package]
+    return lambda entries: [theirs if entry.name == package else entry for entry in entries]
+
 
 FAULTS: dict[str, tuple[Callable[[Files], Files], str]] = {
     "missing hash": (
@@ -121,19 +129,19 @@ FAULTS: dict[str, tuple[Callable[[Files], Files], str]] = {
         r"cpu: nvidia_cublas_cu12\S+: built for CUDA 12, the platform has no CUDA",
     ),
     "toolkit package of another major": (
-        lambda f: rewritten(f, "cuda12_9", replacing("cuda-bindings", version="13.0.3", file_name="cuda_bindings-13.0.3-cp312-cp312-manylinux_2_28_x86_64.whl")),
+        lambda f: rewritten(f, "cuda12_9", replacing("cuda-bindings", version="13.0.3", file_name=BINDINGS)),
         r"cuda12_9: cuda_bindings\S+: belongs to CUDA 13, the platform has 12\.9",
     ),
     "x86 file in an ARM lock": (
-        lambda f: rewritten(f, "cuda13_arm", lambda entries: [next(e for e in f.lock("cuda13").entries if e.name == x.name) if x.name == "numpy" else x for x in entries]),
+        lambda f: rewritten(f, "cuda13_arm", exchanging("numpy", f.lock("cuda13"))),
         r"cuda13_arm: numpy\S+x86_64\.whl: not for Python 3\.12 on aarch64",
     ),
     "ARM file in an x86 lock": (
-        lambda f: rewritten(f, "cuda13", lambda entries: [next(e for e in f.lock("cuda13_arm").entries if e.name == x.name) if x.name == "numpy" else x for x in entries]),
+        lambda f: rewritten(f, "cuda13", exchanging("numpy", f.lock("cuda13_arm"))),
         r"cuda13: numpy\S+aarch64\.whl: not for Python 3\.12 on x86_64",
     ),
     "file for another Python": (
-        lambda f: rewritten(f, "cpu", lambda entries: [next(e for e in f.lock("cuda13").entries if e.name == x.name) if x.name == "numpy" else x for x in entries]),
+        lambda f: rewritten(f, "cpu", exchanging("numpy", f.lock("cuda13"))),
         r"cpu: numpy\S+cp312\S+: not for Python 3\.11 on x86_64",
     ),
     "file of another version": (
@@ -212,7 +220,7 @@ FAULTS: dict[str, tuple[Callable[[Files], Files], str]] = {
         lambda f: dataclasses.replace(f, locks={**f.locks, "cuda11": f.locks["cuda13"]}),
         r"cuda11: a lock of a platform that the table does not have",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

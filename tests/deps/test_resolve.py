@@ -44,7 +44,9 @@ def test_lock_edited_by_hand_differs_from_what_resolves() -> None:
     edits = {
         "taken out": tuple(e for e in lock.entries if e.name != "markupsafe"),
         "put in": (*lock.entries, stranger),
-        "hash exchanged": tuple(Entry(e.name, e.extras, e.version, e.url, "0" * 64, e.file_name) if e.name == "click" else e for e in lock.entries),
+        "hash exchanged": tuple(
+            Entry(e.name, e.extras, e.version, e.url, "0" * 64, e.file_name) if e.name == "click" else e for e in lock.entries
+        ),
     }
     resolved = resolve(TABLE.platforms["cpu"], BASE, lock, upgrade=False)
     for edit, entries in edits.items():

@@ -126,7 +126,7 @@ FAULTS: dict[str, tuple[Callable[[str, bytes], bytes | None], str]] = {
     "no py.typed": (without("py.typed"), r"rtp_llm/py\.typed is missing"),
     "no console script": (without("entry_points.txt"), r"console scripts \[\], expected rtp-llm"),
     "console script to nowhere": (in_file("entry_points.txt", b"cli:main", b"cli:start"), r"rtp_llm\.cli does not define start"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -173,7 +173,8 @@ def library(folder: Path, name: str, *needs: str) -> Path:
         subprocess.run(run, check=True)
         made.append(str(other))
     out = folder / name
-    subprocess.run(["gcc", "-shared", "-nostdlib", "-Wl,--no-as-needed", "-x", "c", "/dev/null", "-x", "none", *made, "-o", str(out)], check=True)
+    link = ["gcc", "-shared", "-nostdlib", "-Wl,--no-as-needed", "-x", "c", "/dev/null", "-x", "none", *made, "-o", str(out)]
+    subprocess.run(link, check=True)
     return out
 
 

@@ -68,7 +68,9 @@ def test_pip_takes_the_wheel_where_it_belongs(platform: Platform, wheel: Path) -
     assert "Would install rtp-llm" in said.replace("rtp_llm", "rtp-llm")
 
 
-@pytest.mark.parametrize("other", [{"cpu": "x86_64"}, {"cpu": "aarch64"}, {"python": "3.9"}, {"python": "3.13"}, {"tag": "macosx_14_0_arm64"}])
+@pytest.mark.parametrize(
+    "other", [{"cpu": "x86_64"}, {"cpu": "aarch64"}, {"python": "3.9"}, {"python": "3.13"}, {"tag": "macosx_14_0_arm64"}]
+)
 def test_pip_refuses_the_wheel_elsewhere(platform: Platform, wheel: Path, other: dict[str, str]) -> None:
     """Another CPU, Python or system: pip says that the wheel is not for that platform."""
     taken, said = pip_takes(wheel, platform, **other)
