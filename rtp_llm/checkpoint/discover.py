@@ -165,9 +165,10 @@ def _absent(found: dict[int, str], count: int) -> tuple[Problem, ...]:
 def _with_strays(chosen: Selection, fmt: _Format, names: list[str]) -> Selection:
     """Notes on weights that the selection leaves out; those an index may still name are judged by the catalogue."""
     notes = list(chosen.notes)
+    taken = frozenset(chosen.files)
     every_suffix = tuple(s for f in _FORMATS for s in f.suffixes)
     for name in names:
-        if not name.endswith(every_suffix) or name in chosen.files or _TRAINING.match(name):
+        if not name.endswith(every_suffix) or name in taken or _TRAINING.match(name):
             continue
         if chosen.index and name.endswith(fmt.suffixes):
             continue

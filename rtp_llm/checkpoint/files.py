@@ -25,6 +25,10 @@ MAX_CONTAINERS = 300_000
 #: The same for keys, counted by their colons; DeepSeek-V3's index has 92,000.
 MAX_KEYS = 500_000
 
+#: Larger text must be ASCII, as every published header and index is: one character beyond it makes Python keep all of
+#: them in four bytes each.
+MAX_WIDE_BYTES = 16_000_000
+
 #: Opening text of a Git LFS pointer, which is what a clone without ``git lfs pull`` leaves in place of the weights.
 LFS_PREFIX = b"version https://git-lfs"
 
@@ -116,8 +120,9 @@ def read_exactly(fd: int, count: int, offset: int) -> bytes:
 def read_json(path: Path, file: str, max_bytes: int) -> dict[str, Any]:
     """The JSON object in a small file.
 
-    Raises CheckpointError when the file is absent, not regular, larger than ``max_bytes``, not UTF-8, not JSON, not
-    an object, nested beyond reason, or holds a key twice or a number that JSON does not have (NaN, Infinity).
+    Raises CheckpointError when the file is absent, not regular, larger than ``max_bytes``, not UTF-8, larger than
+    :data:`MAX_WIDE_BYTES` and not ASCII, not JSON, not an object, nested beyond reason, or holds a key twice or a number
+    that JSON does not have (NaN, Infinity).
     """
     with open_regular(path, file) as (fd, size):
         if size > max_bytes:
@@ -138,6 +143,10 @@ def parse_object(raw: bytes, file: str) -> dict[str, Any]:
         raise CheckpointError(_json_problem(file, "too many nested values", f"at most {MAX_CONTAINERS}", f"{containers}"))
     if keys > MAX_KEYS:
         raise CheckpointError(_json_problem(file, "too many keys", f"at most {MAX_KEYS}", f"about {keys}"))
+    if len(raw) > MAX_WIDE_BYTES and not raw.isascii():
+        raise CheckpointError(
+            _json_problem(file, "too large for text beyond ASCII", f"at most {MAX_WIDE_BYTES} bytes", f"{len(raw)} bytes")
+        )
     try:
         data = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except UnicodeDecodeError as error:

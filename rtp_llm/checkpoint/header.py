@@ -20,7 +20,7 @@ from typing import Any
 from rtp_llm.checkpoint.catalog import FileInfo, TensorInfo
 from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.checkpoint.faults import CheckpointFault
-from rtp_llm.checkpoint.files import LFS_PREFIX, finding, lfs_problem, open_regular, os_problem, read_exactly, shown
+from rtp_llm.checkpoint.files import LFS_PREFIX, MAX_WIDE_BYTES, finding, lfs_problem, open_regular, os_problem, read_exactly, shown
 from rtp_llm.errors import CheckpointError, Problem
 
 #: ``MAX_HEADER_SIZE`` of safetensors.
@@ -29,8 +29,9 @@ MAX_HEADER_BYTES = 100_000_000
 #: Bytes of the header's length, before the header.
 LENGTH_BYTES = 8
 
-#: Twice DeepSeek-V3 (92,000) in one file; at about 400 bytes each this bounds memory near 80 MB.
-MAX_TENSORS = 200_000
+#: All of DeepSeek-V3 (92,000) in one file; at about 400 bytes and 5 microseconds each this bounds memory near 40 MB and
+#: time near half a second.
+MAX_TENSORS = 100_000
 
 #: Characters of one entry: 64 sizes and 2 offsets of up to 20 digits each, three field names, and room for spaces.
 MAX_ENTRY = 4096
@@ -40,6 +41,13 @@ MAX_RANK = 64
 
 #: Longest name of a tensor; real ones stay under 120 characters.
 MAX_NAME = 1024
+
+#: Characters of all of ``__metadata__``, as the file spells it; training tools that keep their settings and a picture
+#: there stay under 2 MB.
+MAX_METADATA = 4_000_000
+
+#: Characters of a name that are looked at: far more than it may have, so that the message can say how long it is.
+_MOST_OF_A_NAME = 2_000_000
 
 #: Sizes and positions must fit the signed 64-bit integers of file offsets and of torch.
 MAX_INT = 2**63
@@ -139,6 +147,9 @@ def _header_text(fd: int, size: int, file: str) -> _Text:
             expected=f"{length} bytes of header",
             actual=f"{len(raw)} bytes",
         )
+    if length > MAX_WIDE_BYTES and not raw.isascii():
+        what = "the header is too large for text beyond ASCII"
+        raise _stop(CheckpointFault.HEADER_TOO_LARGE, what, file, expected=f"at most {MAX_WIDE_BYTES} bytes", actual=f"{length} bytes")
     try:
         return _Text(raw.decode("utf-8"), length)
     except UnicodeDecodeError as error:
@@ -171,18 +182,36 @@ class _Cursor:
             self.position = position = _space(text, position).end()  # type: ignore[union-attr]
         return text[position : position + 1]
 
-    def string(self, what: str) -> str:
-        """The string that stands next."""
+    def string(self, what: str, most: int) -> str:
+        """The string that stands next, which the file spells in at most ``most`` characters."""
         if self.peek() != '"':
             self.take('"')
+        start, stop = self.position, self._string_end(most)
         try:
-            value, self.position = _STRINGS.raw_decode(self.text, self.position)
+            # Only a piece of bounded length: escapes can make a string four times as large in memory as in the file.
+            value, end = _STRINGS.raw_decode(self.text[start:stop])
+            self.position += end
         except ValueError as error:
             raise _stop(
-                CheckpointFault.BAD_HEADER, f"{what} is not a JSON string", self.file, expected="a string", actual=shown(str(error))
+                CheckpointFault.BAD_HEADER,
+                f"{what} is not a JSON string, or too long",
+                self.file,
+                expected=f"a string of at most {most} characters",
+                actual=shown(str(error)),
             ) from error
         assert isinstance(value, str)
         return value
+
+    def _string_end(self, most: int) -> int:
+        """The position behind the closing quote of the string that stands next, or behind ``most`` characters of it."""
+        text, end, limit = self.text, self.position, self.position + most + 2
+        while (end := text.find('"', end + 1, limit)) > 0:
+            slashes = end
+            while text[slashes - 1] == "\\":
+                slashes -= 1
+            if (end - slashes) % 2 == 0:
+                return end + 1
+        return limit
 
     def flat_object(self, name: str) -> tuple[tuple[str, Any], ...]:
         """The pairs of the object that stands next, which holds no other object and is short."""
@@ -206,19 +235,24 @@ def _parse(text: str, base: int, file: str, header: Header) -> tuple[tuple[str, 
     """Fill ``header.tensors`` and ``header.problems`` from the JSON ``text``; returns ``__metadata__``, in the file's order."""
     metadata: dict[str, str] = {}
     seen: set[str] = set()
+    wide = 0
     cursor = _Cursor(text, file)
     try:
-        # Every entry has one, and nothing else is likely to; an exact count would cost the time that this saves.
+        # Every honest entry has one: this spares the walk that would find the excess.
         if (count := text.count('"data_offsets"')) > MAX_TENSORS:
             raise _stop(CheckpointFault.TOO_MANY_TENSORS, "too many tensors", file, expected=f"at most {MAX_TENSORS}", actual=f"{count}")
         cursor.take("{")
         more = cursor.peek() != "}" or cursor.take("}") != "}"
         while more:
-            name = cursor.string("a name")
+            name = cursor.string("a name", _MOST_OF_A_NAME)
             cursor.take(":")
             if name in seen:
-                header.problems.append(finding(CheckpointFault.DUPLICATE_KEY, "the name stands twice in the header", file, name))
+                _blame(header, finding(CheckpointFault.DUPLICATE_KEY, "the name stands twice in the header", file, name), file)
             seen.add(name)
+            wide += 0 if name.isascii() else len(name)
+            if wide > MAX_WIDE_BYTES:
+                what = "the names are too long for text beyond ASCII"
+                raise _stop(CheckpointFault.HEADER_TOO_LARGE, what, file, name, f"at most {MAX_WIDE_BYTES} characters in all", "more")
             if name == "__metadata__":
                 metadata = _metadata(cursor)
             else:
@@ -234,12 +268,18 @@ def _parse(text: str, base: int, file: str, header: Header) -> tuple[tuple[str, 
 
 def _add(header: Header, found: TensorInfo | Problem, file: str) -> None:
     if isinstance(found, TensorInfo):
+        if len(header.tensors) >= MAX_TENSORS:
+            raise _stop(CheckpointFault.TOO_MANY_TENSORS, "too many tensors", file, expected=f"at most {MAX_TENSORS}", actual="more")
         header.tensors.append(found)
     else:
-        header.problems.append(found)
         header.complete = False
-        if len(header.problems) >= MAX_PROBLEMS:
-            raise _stop(CheckpointFault.TOO_MANY_PROBLEMS, f"{MAX_PROBLEMS} problems; the rest of the file was not looked at", file)
+        _blame(header, found, file)
+
+
+def _blame(header: Header, problem: Problem, file: str) -> None:
+    header.problems.append(problem)
+    if len(header.problems) >= MAX_PROBLEMS:
+        raise _stop(CheckpointFault.TOO_MANY_PROBLEMS, f"{MAX_PROBLEMS} problems; the rest of the file was not looked at", file)
 
 
 def _metadata(cursor: _Cursor) -> dict[str, str]:
@@ -258,14 +298,15 @@ def _metadata(cursor: _Cursor) -> dict[str, str]:
             actual=shown(cursor.peek()),
         )
     cursor.take("{")
+    left = cursor.position + MAX_METADATA
     more = cursor.peek() != "}" or cursor.take("}") != "}"
     while more:
-        key = cursor.string("a key of __metadata__")
+        key = cursor.string("a key of __metadata__", max(0, left - cursor.position))
         cursor.take(":")
         if cursor.peek() != '"':
             what = f"the value of {shown(key)} is not a string"
             raise _stop(CheckpointFault.BAD_METADATA, what, cursor.file, "__metadata__", expected="a string", actual=shown(cursor.peek()))
-        result[key] = cursor.string("a value of __metadata__")
+        result[key] = cursor.string("a value of __metadata__", max(0, left - cursor.position))
         more = cursor.take(",}") == ","
     return result
 

@@ -13,8 +13,9 @@ from rtp_llm.checkpoint.files import finding, read_json, shown
 from rtp_llm.checkpoint.header import MAX_PROBLEMS, name_problem
 from rtp_llm.errors import CheckpointError, Problem
 
-#: Room for 500,000 entries of 128 characters; DeepSeek-V3's index, the largest published, has 9 MB.
-MAX_INDEX_BYTES = 64_000_000
+#: Room for 300,000 entries of 100 characters; DeepSeek-V3's index has 9 MB.  A string of this length may take four times
+#: as much once its escapes are read.
+MAX_INDEX_BYTES = 32_000_000
 
 #: The longest file name that Linux file systems hold.
 MAX_FILE_NAME = 255

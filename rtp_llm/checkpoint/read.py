@@ -13,6 +13,9 @@ from rtp_llm.checkpoint.header import MAX_PROBLEMS, Header, read_header
 from rtp_llm.checkpoint.index import read_index
 from rtp_llm.errors import CheckpointError, Problem
 
+#: Five times DeepSeek-V3; at about 400 bytes each this bounds memory near 200 MB.
+MAX_ALL_TENSORS = 500_000
+
 
 def read_catalog(directory: str | Path) -> Catalog:
     """What the checkpoint in ``directory`` holds.
@@ -41,6 +44,7 @@ class _Builder:
     def __init__(self, root: Path, chosen: Selection) -> None:
         self._root, self._chosen = root, chosen
         self._headers: dict[str, Header] = {}
+        self._places: dict[str, str] | None = None
         self._tensors: list[TensorInfo] = []
         self._problems = list(chosen.problems)
         self._notes = list(chosen.notes)
@@ -55,7 +59,7 @@ class _Builder:
                 # Twice in one file is the header's own finding.
                 if owner == file:
                     self._tensors.append(tensor)
-                elif len(self._problems) < MAX_PROBLEMS:
+                elif not self._enough():
                     self._problems.append(_duplicate(tensor, owner))
 
     def add_indexed(self, weight_map: dict[str, str], names: list[str]) -> None:
@@ -79,12 +83,18 @@ class _Builder:
         absent = sorted(name for name in named if name not in held)
         if header.complete and absent:
             # Where it lies now tells a stale index from a lost shard.
-            places = {t.name: other for other, h in self._headers.items() for t in h.tensors if t.name in weight_map}
-            self._problems += [_tensor_absent(name, file, places.get(name)) for name in absent[:MAX_PROBLEMS]]
-            self._more(len(absent), "tensors", file)
+            if self._places is None:
+                self._places = {t.name: other for other, h in self._headers.items() for t in h.tensors if t.name in weight_map}
+            if not self._enough():
+                self._problems += [_tensor_absent(name, file, self._places.get(name)) for name in absent[:MAX_PROBLEMS]]
+                self._more(len(absent), "tensors", file)
         extra = sorted(name for name in held if weight_map.get(name) != file)
         if extra:
             self._notes.append(_outside(file, extra, weight_map))
+
+    def _enough(self) -> bool:
+        """Whether there are so many problems that more of them would fill memory and help nobody."""
+        return len(self._problems) >= MAX_PROBLEMS
 
     def _more(self, absent: int, kind: str, file: str | None) -> None:
         if absent > MAX_PROBLEMS:
@@ -102,6 +112,14 @@ class _Builder:
             self._headers[file] = header
             self._problems += header.problems
             self._notes += header.notes
+            if self._enough():
+                what = "so many problems that the files after this one were not looked at"
+                self._problems.append(finding(CheckpointFault.TOO_MANY_PROBLEMS, what, file=file))
+                return
+            if sum(len(h.tensors) for h in self._headers.values()) > MAX_ALL_TENSORS:
+                expected = f"at most {MAX_ALL_TENSORS} in all files"
+                self._problems.append(finding(CheckpointFault.TOO_MANY_TENSORS, "too many tensors", file, None, expected, "more"))
+                return
 
     def catalog(self, directory: str) -> Catalog:
         if not self._tensors and not self._problems:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from rtp_llm.cli.output import printable
-from rtp_llm.errors import MESSAGE_LIMIT, RtpLlmError
+from rtp_llm.errors import MESSAGE_LIMIT, Problem, RtpLlmError
 
 #: Something the user can put right; the code that click, grep and others use for it.
 USER_ERROR = 2
@@ -29,13 +29,15 @@ class Failure:
     kind: str
     lines: tuple[str, ...]
     exit_code: int
-    problems: tuple[dict[str, Any], ...] = ()
+    problems: tuple[Problem, ...] = ()
     loud: bool = False
 
     def document(self) -> dict[str, Any]:
         """The JSON document ``{"error": {"type", "message", "exit_code", "problems"}}``."""
         message = "\n".join(self.lines)
-        return {"error": {"type": self.kind, "message": message, "exit_code": self.exit_code, "problems": list(self.problems)}}
+        return {
+            "error": {"type": self.kind, "message": message, "exit_code": self.exit_code, "problems": [p.to_json() for p in self.problems]}
+        }
 
 
 def describe(error: BaseException) -> Failure:
@@ -62,15 +64,15 @@ def describe(error: BaseException) -> Failure:
 
 
 def _of_problems(error: RtpLlmError) -> Failure:
-    shown = [printable(problem) for problem in error.problems]
-    if len(shown) == 1:
+    shown, count = [printable(problem) for problem in error.problems[:MESSAGE_LIMIT]], len(error.problems)
+    if count == 1:
         lines = [f"{error.step}: {shown[0]}"]
     else:
-        lines = [f"{error.step}: {len(shown)} problems", *(f"  - {text}" for text in shown[:MESSAGE_LIMIT])]
-        if len(shown) > MESSAGE_LIMIT:
-            lines.append(f"  ... and {len(shown) - MESSAGE_LIMIT} more (--json lists all)")
-    problems = tuple(problem.to_json() for problem in error.problems)
-    return Failure(type(error).__name__, tuple(lines), USER_ERROR, problems, loud=any(p.code == "RANK_LOST" for p in error.problems))
+        lines = [f"{error.step}: {count} problems", *(f"  - {text}" for text in shown)]
+        if count > MESSAGE_LIMIT:
+            lines.append(f"  ... and {count - MESSAGE_LIMIT} more (--json lists all)")
+    lost = any(problem.code == "RANK_LOST" for problem in error.problems)
+    return Failure(type(error).__name__, tuple(lines), USER_ERROR, error.problems, loud=lost)
 
 
 def _of_usage(error: click.ClickException) -> Failure:

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rtp_llm.layers.base import Planned
+from rtp_llm.layers.quantised import WEIGHT, Quantisable
 from rtp_llm.parallel.groups import TensorParallel
 from rtp_llm.parallel.shard import Span, even, kv_heads
+from rtp_llm.plan.making import Made
 from rtp_llm.plan.pieces import Fill, Piece
+from rtp_llm.quantization.forms import Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +36,11 @@ class Part:
         return self.span[1] - self.span[0]
 
 
-class Linear(Planned):
+class Linear(Quantisable):
     """``x[..., columns] -> x W^T + b [..., rows of all parts]``, on one rank, without any collective.
 
-    Parameters: ``weight [rows, columns]`` and, where ``bias``, ``bias [rows]``, both of ``dtype``.
+    Parameters: ``weight [rows, columns]`` and, where ``bias``, ``bias [rows]``, both of ``dtype``; in place of ``weight`` the
+    tensors of a quantisation scheme, once it has been adopted.
     """
 
     weight: nn.Parameter
@@ -55,9 +58,12 @@ class Linear(Planned):
         else:
             self.bias = None
 
-    def tiles(self) -> dict[str, tuple[Piece | Fill, ...]]:
-        weight: list[Piece | Fill] = []
-        bias: list[Piece | Fill] = []
+    def weights(self) -> dict[str, tuple[Matrix, ...]]:
+        return {WEIGHT: tuple(Matrix(part.slot, (part.size, self.in_size), part.span, self.in_span) for part in self.parts)}
+
+    def tiles(self) -> dict[str, tuple[Piece | Fill | Made, ...]]:
+        weight: list[Piece | Fill | Made] = []
+        bias: list[Piece | Fill | Made] = []
         columns = (0, self.in_span[1] - self.in_span[0])
         at = 0
         for part in self.parts:
@@ -65,13 +71,22 @@ class Linear(Planned):
             weight.append(Piece(f"{part.slot}.weight", (part.size, self.in_size), (part.span, self.in_span), (local, columns)))
             bias.append(Piece(f"{part.slot}.bias", (part.size,), (part.span,), (local,)))
             at += part.rows
-        return {"weight": tuple(weight), "bias": tuple(bias)}
+        return {"weight": tuple(weight), "bias": tuple(bias)} | self.held_tiles()
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``x W^T + bias``, whatever holds ``W``: by the kernel that was chosen at start-up, else dequantised."""
+        if not self.held:
+            return F.linear(x, self.weight, bias)
+        kernel = self.kernels.get(WEIGHT)
+        return F.linear(x, self.dense(WEIGHT).to(x.dtype), bias) if kernel is None else kernel(x, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.bias)
 
     def extra_repr(self) -> str:
-        return f"{', '.join(f'{p.slot}[{p.span[0]}:{p.span[1]}]' for p in self.parts)}, in={self.in_span}, bias={self.bias is not None}"
+        return f"{', '.join(f'{p.slot}[{p.span[0]}:{p.span[1]}]' for p in self.parts)}, in={self.in_span}, bias={self.bias is not None}" + (
+            f", {self.held[WEIGHT].scheme.label}" if self.held else ""
+        )
 
 
 class ReplicatedLinear(Linear):
@@ -138,6 +153,6 @@ class RowParallelLinear(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        total = self.tp.all_reduce(F.linear(x, self.weight))
+            return self.product(x, self.bias)
+        total = self.tp.all_reduce(self.product(x, None))
         return total if self.bias is None else total + self.bias

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from rtp_llm.layers.activation import activation
-from rtp_llm.layers.base import Planned
 from rtp_llm.layers.linear import ReplicatedLinear
 from rtp_llm.layers.mlp import GatedMLP
+from rtp_llm.layers.quantised import Quantisable
 from rtp_llm.layers.router import Router, Routing
 from rtp_llm.parallel.experts import replicas
 from rtp_llm.parallel.groups import Groups
 from rtp_llm.parallel.shard import even
+from rtp_llm.plan.boxes import Shape
+from rtp_llm.plan.making import Made
 from rtp_llm.plan.pieces import ExpertSlots, Fill, Piece
+from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Matrix, TensorForm, lay
 
 #: torch's product of one matrix for each run of rows; not in all builds that we run on.
 _grouped_mm = getattr(F, "grouped_mm", None)
+#: How a plain weight lies in its parameter (the dtype is the parameter's own).
+_PLAIN = TensorForm("weight", "", (Along(ROWS), Along(COLUMNS)))
 #: What that takes, and the alignment in bytes that it asks of rows.
 _GROUPED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _GROUPED_ALIGNMENT = 16
@@ -71,11 +78,11 @@ class MoE(nn.Module):
         return out + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
 
 
-class Experts(Planned):
+class Experts(Quantisable):
     """This rank's shards of its experts, and what they add to the sum over all ranks.
 
     Parameters: ``gate_up [local experts, 2 * intermediate / tp, hidden]`` (gate above up) and
-    ``down [local experts, hidden, intermediate / tp]``.
+    ``down [local experts, hidden, intermediate / tp]``; in place of each the tensors of a quantisation scheme, once adopted.
     """
 
     gate_up: nn.Parameter
@@ -89,30 +96,47 @@ class Experts(Planned):
         self.intermediate_size = shape.intermediate_size
         self.act = activation(shape.act)
         self.span = even(shape.intermediate_size, groups.tp.size, groups.tp.rank)
-        self.held = groups.ep.held(layer, self.count)
+        self.owners = groups.ep.held(layer, self.count)
         self.rank = groups.ep.rank
-        local, width = len(self.held[self.rank]), self.span[1] - self.span[0]
+        local, width = len(self.owners[self.rank]), self.span[1] - self.span[0]
         self.declare("gate_up", (local, 2 * width, shape.hidden_size), dtype)
         self.declare("down", (local, shape.hidden_size, width), dtype)
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def tiles(self) -> dict[str, tuple[Piece | Fill, ...]]:
-        hidden, whole, width = (0, self.hidden_size), self.intermediate_size, self.span[1] - self.span[0]
-        gate_up: list[Piece | Fill] = []
-        down: list[Piece | Fill] = []
-        for place, expert in enumerate(self.held[self.rank]):
-            slot, at = f"layers.{self.layer}.experts.{expert}", (place, place + 1)
-            for i, part in enumerate(("gate", "up")):
-                local = (at, (i * width, (i + 1) * width), hidden)
-                gate_up.append(Piece(f"{slot}.{part}.weight", (whole, self.hidden_size), (self.span, hidden), local))
-            down.append(Piece(f"{slot}.down.weight", (self.hidden_size, whole), (hidden, self.span), (at, hidden, (0, width))))
+    def weights(self) -> dict[str, tuple[Matrix, ...]]:
+        hidden, outward = (0, self.hidden_size), (self.intermediate_size, self.hidden_size)
+        gate_up: list[Matrix] = []
+        down: list[Matrix] = []
+        for place, expert in enumerate(self.owners[self.rank]):
+            slot = f"layers.{self.layer}.experts.{expert}"
+            gate_up += [Matrix(f"{slot}.{part}", outward, self.span, hidden, place) for part in ("gate", "up")]
+            down.append(Matrix(f"{slot}.down", outward[::-1], hidden, self.span, place))
         return {"gate_up": tuple(gate_up), "down": tuple(down)}
+
+    def tiles(self) -> dict[str, tuple[Piece | Fill | Made, ...]]:
+        plain = {name: lay(_PLAIN, matrices).tiles for name, matrices in self.weights().items() if name not in self.held}
+        return plain | self.held_tiles()
 
     def experts(self) -> ExpertSlots:
         outward, inward = (self.intermediate_size, self.hidden_size), (self.hidden_size, self.intermediate_size)
-        parts = (("gate.weight", outward), ("up.weight", outward), ("down.weight", inward))
-        at, dtype = f"layers.{self.layer}", str(self.down.dtype).removeprefix("torch.")
-        return ExpertSlots(self.layer, f"{at}.experts", f"{at}.router", self.count, parts, dtype, self.held)
+        shapes = {"gate": ("gate_up", outward), "up": ("gate_up", outward), "down": ("down", inward)}
+        parts = tuple(
+            (f"{part}.{name}", full, dtype)
+            for part, (attribute, shape) in shapes.items()
+            for name, full, dtype in self._tensors_of(attribute, Matrix("", shape, (0, shape[0]), (0, shape[1])))
+        )
+        at = f"layers.{self.layer}"
+        return ExpertSlots(self.layer, f"{at}.experts", f"{at}.router", self.count, parts, self.owners)
+
+    def _tensors_of(self, attribute: str, matrix: Matrix) -> Iterator[tuple[str, Shape, str]]:
+        """Name, full shape and dtype of each tensor that one whole matrix is stored as."""
+        held = self.held.get(attribute)
+        if held is None or held.made:
+            dtype = "float32" if held is not None else str(getattr(self, attribute).dtype).removeprefix("torch.")
+            yield "weight", matrix.shape, dtype
+            return
+        for form in held.scheme.forms:
+            yield form.name, form.shape(matrix), form.dtype
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """``x [tokens, hidden]``, ``weights`` and ``chosen [tokens, top_k]`` to this rank's part of the sum, ``[tokens, hidden]``.
@@ -120,18 +144,29 @@ class Experts(Planned):
         Pairs of token and expert are sorted by the expert's place, so that each expert sees one run of rows; pairs of other
         ranks come last and belong to no run.  Nothing waits for the device.
         """
-        local = self.gate_up.shape[0]
+        local = len(self.owners[self.rank])
         places = self._places(chosen)
         by_place, order = places.flatten().sort(stable=True)
         ends = torch.searchsorted(by_place, torch.arange(local, device=x.device), right=True, out_int32=True)
         rows = x[order // chosen.shape[-1]]
-        gate, up = grouped_linear(rows, self.gate_up, ends).chunk(2, dim=-1)
-        rows = grouped_linear(self.act(gate) * up, self.down, ends)
+        gate, up = self._products(rows, "gate_up", ends).chunk(2, dim=-1)
+        rows = self._products(self.act(gate) * up, "down", ends)
         by_token = torch.empty_like(rows)
         by_token[order] = rows
         # Rows of no run hold anything, even NaN, which a weight of zero would not undo.
         kept = by_token.view(*chosen.shape, -1).masked_fill((places == local)[..., None], 0)
         return (kept * weights[..., None]).sum(dim=1).to(x.dtype)
+
+    def _products(self, x: torch.Tensor, attribute: str, ends: torch.Tensor) -> torch.Tensor:
+        """Each run of rows times its expert's matrix; a quantised one is dequantised for as long as its run takes."""
+        if attribute not in self.held:
+            return grouped_linear(x, getattr(self, attribute), ends)
+        places = range(len(self.owners[self.rank]))
+        rows = 2 * (self.span[1] - self.span[0]) if attribute == "gate_up" else self.hidden_size
+        return runs_linear(x, (partial(self._dense, attribute, place, x.dtype) for place in places), rows, ends)
+
+    def _dense(self, attribute: str, place: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.dense(attribute, place).to(dtype)
 
     def _places(self, chosen: torch.Tensor) -> torch.Tensor:
         """Where on this rank the chosen expert's copy for this token is; ``local experts`` where it is on another rank.
@@ -148,7 +183,7 @@ class Experts(Planned):
 
     def _make_tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """``[experts, most copies]``: the place of each copy here, and ``[experts]``: the number of copies."""
-        local, copies = len(self.held[self.rank]), replicas(self.held, self.count)
+        local, copies = len(self.owners[self.rank]), replicas(self.owners, self.count)
         most = max(map(len, copies))
         rows = [[c.place if c.rank == self.rank else local for c in of] + [local] * (most - len(of)) for of in copies]
         return torch.tensor(rows, device=device), torch.tensor([len(of) for of in copies], device=device)
@@ -163,9 +198,19 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) ->
         out: torch.Tensor = _grouped_mm(x, weight.transpose(1, 2), offs=ends)
         return out
     # Sizes that no published model has, float64, and builds without the kernel: one product a run.
-    out, start = x.new_zeros(x.shape[0], weight.shape[1]), 0
-    for matrix, end in zip(weight, ends.tolist(), strict=True):
-        out[start:end] = F.linear(x[start:end], matrix)
+    return runs_linear(x, (partial(_same, matrix) for matrix in weight), weight.shape[1], ends)
+
+
+def _same(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix
+
+
+def runs_linear(x: torch.Tensor, matrices: Iterable[Callable[[], torch.Tensor]], out_size: int, ends: torch.Tensor) -> torch.Tensor:
+    """The same with one product a run; the matrix ``[out_size, in]`` of a run without rows is not asked for."""
+    out, start = x.new_zeros(x.shape[0], out_size), 0
+    for matrix, end in zip(matrices, ends.tolist(), strict=True):
+        if end > start:
+            out[start:end] = F.linear(x[start:end], matrix())
         start = end
     return out
 

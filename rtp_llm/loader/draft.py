@@ -14,7 +14,9 @@ from rtp_llm.checkpoint import Catalog, read_catalog, read_config
 from rtp_llm.config import LoadConfig, ParallelConfig
 from rtp_llm.layers.base import expert_slots, param_specs
 from rtp_llm.loader.eplb import with_experts
-from rtp_llm.loader.route import choose_dtype, refuse_quantised
+from rtp_llm.loader.finish import finish_bytes
+from rtp_llm.loader.quantise import declared_in, is_inline, quantise, quantise_inline, quantised_mapping
+from rtp_llm.loader.route import choose_dtype
 from rtp_llm.models.family import Family
 from rtp_llm.models.registry import resolve
 from rtp_llm.parallel.groups import Groups, groups_at
@@ -53,22 +55,30 @@ def draft(directory: str | os.PathLike[str], parallel: ParallelConfig, load: Loa
         CheckpointError: files that cannot be trusted or read; everything wrong with them at once.
         ConfigError: a config.json that asks for what is not there.
         PlanError: sizes that cannot be divided over the ranks.
+        QuantizationError: a quantisation that is not known, or tensors that are not what it says.
     """
     directory = os.fspath(directory)
     catalog = read_catalog(directory)
     catalog.raise_for_problems()
     raw = read_config(directory)
-    refuse_quantised(raw, catalog.directory)
+    declared = declared_in(raw, catalog.directory, load.quantization)
     family = resolve(raw["architectures"])
     implementation = family.load()
     config = implementation.parse_config(raw, frozenset(t.name for t in catalog.tensors))
-    check_divisible(implementation.conditions(config), parallel.tp_size)
+    conditions = implementation.conditions(config)
+    check_divisible(conditions, parallel.tp_size)
     groups = with_experts(groups, parallel, implementation.experts(config))
     dtype = choose_dtype(load, raw, catalog)
     model = implementation.build(config, groups, getattr(torch, dtype))
+    mapping = quantised_mapping(implementation.mapping(config), declared)
+    quantization = None
+    if declared is not None:
+        quantization = quantise(model, catalog, mapping, declared, conditions)
+    elif load.quantization is not None and is_inline(load.quantization):
+        quantization = quantise_inline(model, load.quantization)
     plan = join(
         catalog,
-        implementation.mapping(config),
+        mapping,
         param_specs(model),
         architecture=raw["architectures"][0],
         family=family.name,
@@ -76,6 +86,8 @@ def draft(directory: str | os.PathLike[str], parallel: ParallelConfig, load: Loa
         dtype=dtype,
         bytes_staging=staging_bytes(device_type, readers(load), load.buffer_mib * 1024 * 1024),
         experts=expert_slots(model),
+        quantization=quantization,
+        bytes_finish=finish_bytes(model),
     )
     return Draft(catalog, raw, family, model, plan, dtype)
 

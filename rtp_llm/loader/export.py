@@ -51,7 +51,7 @@ def export_checkpoint(loaded: LoadedModel, directory: str | os.PathLike[str]) ->
     """
     plan, world = loaded.plan, loaded.world
     out = Path(directory)
-    with world.watch() as watch:
+    with world.watch(together=False) as watch:
         _refuse_lossy(plan)
         if world.rank == 0:
             check_room(out, loaded.directory, sum(t.nbytes for t in plan.tensors))
@@ -72,6 +72,19 @@ def _refuse_lossy(plan: LoadPlan) -> None:
     problems = [
         Problem(
             PlanFault.NOT_REVERSIBLE,
+            "was quantised when it was loaded",
+            file=d.tensor.file,
+            tensor=d.tensor.name,
+            expected=f"{d.stored_dtype} weights",
+            actual="codes and scales made of them",
+            fix="load without --quantization",
+        )
+        for d in plan.deliveries
+        if d.targets[0].param in plan.stages
+    ]
+    problems += [
+        Problem(
+            PlanFault.NOT_REVERSIBLE,
             f"was narrowed when it was loaded to {target.param}",
             file=d.tensor.file,
             tensor=d.tensor.name,
@@ -81,7 +94,7 @@ def _refuse_lossy(plan: LoadPlan) -> None:
         )
         for d in plan.deliveries
         for target in d.targets[:1]
-        if not cast_is_exact(str(d.stored_dtype), dtypes[target.param])
+        if target.param not in plan.stages and not cast_is_exact(str(d.stored_dtype), dtypes[target.param])
     ]
     if problems:
         raise PlanError(problems)

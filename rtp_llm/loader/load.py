@@ -87,14 +87,15 @@ def load_model(
     """
     load = load or LoadConfig.from_environment(os.environ)
     named = device or load.device
+    met = world is None  # joining is a meeting
     if world is None:
         world = join_world(os.environ, "cpu" if named == "cpu" else resolve_device(named, 0).type, load.timeout_s)
-    target = resolve_device(named, world.local_rank)
-    if target.type == "cuda":
-        torch.cuda.set_device(target)  # NCCL takes the current device
-    parallel = place_of(world, parallel)
     clock = _Clock()
-    with world.watch() as watch:
+    with world.watch(together=met) as watch:  # around everything at which one rank may fail alone
+        target = resolve_device(named, world.local_rank)
+        if target.type == "cuda":
+            torch.cuda.set_device(target)  # NCCL takes the current device
+        parallel = place_of(world, parallel)
         return _load(path, target, parallel, load, progress or Quiet(), world, watch, clock)
 
 

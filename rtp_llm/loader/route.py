@@ -1,10 +1,9 @@
-"""What config.json asks for, and whether it can be loaded at all."""
+"""What config.json asks for."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rtp_llm.checkpoint import Catalog
@@ -12,35 +11,6 @@ from rtp_llm.config import LoadConfig
 from rtp_llm.config.faults import ConfigFault
 from rtp_llm.errors import ConfigError, Problem
 from rtp_llm.plan.dtypes import CASTABLE
-
-#: Keys under which published checkpoints declare quantisation (compression_config: older compressed-tensors).
-_QUANTISATION_KEYS = ("quantization_config", "compression_config")
-#: ModelOpt declares it in a file of its own.
-_QUANTISATION_FILE = "hf_quant_config.json"
-
-
-def refuse_quantised(raw: Mapping[str, Any], directory: str) -> None:
-    """Raises ``ConfigError`` for a checkpoint that says it is quantised: it is never loaded as what it is not."""
-    texts = [("", raw), *((f"{key}.", raw[key]) for key in ("text_config",) if isinstance(raw.get(key), Mapping))]
-    found = [(f"{prefix}{key}", part[key]) for prefix, part in texts for key in _QUANTISATION_KEYS if part.get(key)]
-    problems = [
-        _refusal("config.json", key, value.get("quant_method", value) if isinstance(value, Mapping) else value) for key, value in found
-    ]
-    if (Path(directory) / _QUANTISATION_FILE).exists():
-        problems.append(_refusal(_QUANTISATION_FILE, "the file", "present"))
-    if problems:
-        raise ConfigError(problems)
-
-
-def _refusal(file: str, key: str, value: object) -> Problem:
-    return Problem(
-        ConfigFault.NOT_SUPPORTED,
-        f"{key} says that the weights are quantised, which is not supported yet",
-        file=file,
-        expected="no quantisation",
-        actual=repr(value)[:80],
-        fix="use the unquantised checkpoint of this model",
-    )
 
 
 def choose_dtype(load: LoadConfig, raw: Mapping[str, Any], catalog: Catalog) -> str:

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 from rtp_llm.errors import Problem, TransportError
-from rtp_llm.plan.boxes import extent, view, whole
+from rtp_llm.plan.boxes import Box, view, whole
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.transport.faults import TransportFault
 
@@ -40,14 +40,28 @@ def verify(model: nn.Module, plan: LoadPlan, directory: str) -> int:
                 source, slot = delivery.source, whole(delivery.source.slot_shape)
                 tensor = source.apply(view(get(delivery.tensor.name), source.pull(slot)), slot)
                 wanted = view(tensor, delivery.slot_box)
-                for target in delivery.targets:
+                for param, box, content in _places(delivery, plan, wanted):
                     compared += 1
-                    found = view(params[target.param].data, target.box).cpu()
-                    if not _same(found.reshape(extent(delivery.slot_box)), wanted.to(found.dtype)):
-                        problems.append(_differs(delivery, target.param))
+                    found = view(params[param].data, box).cpu()
+                    if not _same(found, content.reshape(found.shape).to(found.dtype)):
+                        problems.append(_differs(delivery, param))
     if problems:
         raise TransportError(problems)
     return compared
+
+
+def _places(delivery: Delivery, plan: LoadPlan, content: torch.Tensor) -> Iterator[tuple[str, Box, torch.Tensor]]:
+    """Every place that a delivery fills, and what belongs there: its content, or what is made of it."""
+    for target in delivery.targets:
+        stage = plan.stages.get(target.param)
+        if stage is None:
+            yield target.param, target.box, content
+            continue
+        outputs = stage.maker.make(content.contiguous(), stage.region)
+        for product in stage.products:
+            made, box = outputs[product.output]
+            wanted = view(made, tuple((a - o, b - o) for (a, b), (o, _) in zip(product.box, box, strict=True)))
+            yield product.param, product.local_box, wanted
 
 
 @contextmanager

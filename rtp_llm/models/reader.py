@@ -16,8 +16,9 @@ CONFIG_FILE: Final = "config.json"
 #: two of them still fit 63 bits.
 MAX_SIZE: Final = 2**24
 
-#: The largest number of layers; published models have fewer than 200, and each costs a module before anything is checked.
-MAX_LAYERS: Final = 4096
+#: The largest number of layers; published models have fewer than 200, and each costs a module, a millisecond of building
+#: and nine findings before anything is checked.
+MAX_LAYERS: Final = 512
 
 #: The largest context length, in tokens: what an int32 position can count.
 MAX_POSITIONS: Final = 2**31 - 1

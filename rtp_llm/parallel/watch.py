@@ -34,11 +34,12 @@ class Watch:
     """Watches the group while the context is open; ``check()`` raises the first error of any rank.
 
     Leaving the context with an exception posts it, so that the other ranks end with the same cause.  ``store`` is this
-    watch's own part of the launch's store, empty at first.
+    watch's own part of the launch's store, empty at first.  ``first_beat_s``: how long a peer may take to open its watch.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, first_beat_s: float = LOST_SECONDS) -> None:
         self.rank, self.size = rank, size
+        self._first_beat_s = first_beat_s
         self._store, self._timeout_s = store, timeout_s
         self._stop = threading.Event()
         self._problem: Problem | None = None
@@ -125,8 +126,9 @@ class Watch:
                 now = store.get(f"beat/{neighbour}")
                 if now != seen or now.decode() == _DONE:
                     seen, seen_at = now, time.monotonic()
-            if time.monotonic() - seen_at > LOST_SECONDS:
-                self._problem = _lost(neighbour)
+            silence = LOST_SECONDS if seen else self._first_beat_s
+            if time.monotonic() - seen_at > silence:
+                self._problem = _lost(neighbour, silence)
                 self._post(self._problem.to_json())
                 return
             if self._stop.wait(BEAT_SECONDS):
@@ -158,13 +160,13 @@ def _no_store(error: dist.DistError) -> Problem:
     )
 
 
-def _lost(rank: int) -> Problem:
+def _lost(rank: int, silence: float) -> Problem:
     return Problem(
         ParallelFault.RANK_LOST,
         "a rank died or stopped answering",
         rank=rank,
         expected=f"a heartbeat every {BEAT_SECONDS:g} s",
-        actual=f"none for {LOST_SECONDS:g} s",
+        actual=f"none for {silence:g} s",
         fix="look at the output of that rank, and at the kernel's log for an out-of-memory kill",
     )
 

@@ -39,13 +39,18 @@ class World:
     data: dist.ProcessGroup | None = None
     sessions: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
-    def watch(self) -> Watch:
-        """A watch over one load; every rank opens its watches in the same order."""
+    def watch(self, *, together: bool = True) -> Watch:
+        """A watch over one load; every rank opens its watches in the same order.
+
+        ``together``: all ranks have just met, so that one which opens its watch seconds later is lost.  Otherwise a rank
+        may come as late as the time-out allows: what a program does between two steps is its own affair.
+        """
+        first_beat_s = LOST_SECONDS if together else self.timeout_s
         if self.data is None:
             return Watch(HashStore(), self.rank, self.size, self.timeout_s)
         # The group's name is unique in a process; the count tells this world's loads apart.
         store = PrefixStore(f"rtp_llm/{self.data.group_name}/{next(self.sessions)}", _get_default_store())
-        return Watch(store, self.rank, self.size, self.timeout_s)
+        return Watch(store, self.rank, self.size, self.timeout_s, first_beat_s)
 
     def groups(self, parallel: ParallelConfig, watch: Watch) -> Groups:
         """The groups for a forward pass, or, for a rank whose weights are loaded alone, groups that refuse one.

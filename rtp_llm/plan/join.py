@@ -11,15 +11,19 @@ from rtp_llm.checkpoint.catalog import Catalog, TensorInfo
 from rtp_llm.checkpoint.dtypes import DTYPES, DTYPES_BY_TORCH_NAME
 from rtp_llm.config.parallel import ParallelConfig
 from rtp_llm.errors import Problem
-from rtp_llm.plan.boxes import Box, Shape, whole
+from rtp_llm.plan.boxes import Box, Shape, extent, whole
 from rtp_llm.plan.coverage import tiles
 from rtp_llm.plan.dtypes import CASTABLE, cast_is_exact
 from rtp_llm.plan.expert_check import Contradicted, contradictions, proposed_names
 from rtp_llm.plan.faults import PlanFault
+from rtp_llm.plan.making import Made, Maker, Product, Stage
 from rtp_llm.plan.ops import Source
 from rtp_llm.plan.pieces import ExpertSlots, Fill, ParamSpec
-from rtp_llm.plan.plan import Delivery, LoadPlan, Skipped, Target, agreement_lines, compatible, digest
+from rtp_llm.plan.plan import Delivery, LoadPlan, Quantization, Skipped, Target, agreement_lines, compatible, digest, transient_bytes
 from rtp_llm.plan.rules import Mapping, Misfit, template
+
+#: What is made of a slot is made of its stored values, whichever floating-point type they have.
+_ANY_FLOAT = "float32"
 
 
 @dataclass(slots=True)
@@ -98,6 +102,8 @@ def join(
     dtype: str,
     bytes_staging: int,
     experts: tuple[ExpertSlots, ...] = (),
+    quantization: Quantization | None = None,
+    bytes_finish: int = 0,
 ) -> LoadPlan:
     """Joins a catalogue with one rank's parameters.
 
@@ -108,6 +114,8 @@ def join(
         architecture, family, parallel, dtype: what the digest and the report name; ``dtype`` is torch's name.
         bytes_staging: what the transport's buffers take beside the parameters.
         experts: the experts of every layer, on all ranks.
+        quantization: what is quantised, and why; its label must be the same on all ranks.
+        bytes_finish: the most that finishing one layer after the load takes.
 
     Returns:
         A plan; with ``problems`` where the two sides do not fit (all of them at once), which must not be carried out.
@@ -116,7 +124,7 @@ def join(
     tensors = {t.name: t for t in catalog.tensors}
     found = provide(mapping, catalog.tensors)
     wrong = contradictions(experts, found.slots, found.misfits, tensors)
-    needs, wants, fills, problems = _needs(params, experts, found.slots, tensors, wrong)
+    needs, wants, fills, stages, problems = _needs(params, experts, found.slots, tensors, wrong)
 
     unused = {source.raw for slot, source in found.slots.items() if slot not in needs and not wrong.concern(slot)}
     unexpected = tuple(sorted([*found.unexpected, *unused]))
@@ -141,7 +149,7 @@ def join(
         )
     )
     model_digest = slots_digest(needs)
-    lines = agreement_lines(architecture, parallel, dtype, catalog.tensors, found.slots, experts, model_digest)
+    lines = agreement_lines(architecture, parallel, dtype, catalog.tensors, found.slots, experts, model_digest, quantization)
     return LoadPlan(
         architecture=architecture,
         family=family,
@@ -150,6 +158,7 @@ def join(
         params=params,
         deliveries=deliveries,
         fills=tuple(fills),
+        stages=stages,
         skipped=tuple(found.skipped),
         missing=tuple(sorted((names or (slot,))[0] for slot, names in absent.items())),
         unexpected=unexpected,
@@ -160,9 +169,10 @@ def join(
         slots=found.slots,
         experts=experts,
         mapping=mapping,
+        quantization=quantization,
         bytes_resident=sum(prod(p.shape) * DTYPES_BY_TORCH_NAME[p.dtype].bits * DTYPES_BY_TORCH_NAME[p.dtype].packed // 8 for p in params),
         bytes_staging=bytes_staging,
-        bytes_transient=max((2 * d.nbytes for d in deliveries if not d.divisible), default=0),
+        bytes_transient=max(transient_bytes(deliveries, frozenset(stages), bytes_staging), bytes_finish),
         model_digest=model_digest,
         digest=digest(lines),
     )
@@ -179,14 +189,15 @@ def _needs(
     slots: dict[str, Source],
     tensors: dict[str, TensorInfo],
     wrong: Contradicted,
-) -> tuple[dict[str, Shape], dict[tuple[str, Box], list[Target]], list[tuple[str, Fill]], list[Problem]]:
-    """Goes through the parameters once: the slots they need, who wants which box, fills, shape and dtype problems.
+) -> tuple[dict[str, Shape], dict[tuple[str, Box], list[Target]], list[tuple[str, Fill]], dict[str, Stage], list[Problem]]:
+    """Goes through the parameters once: the slots they need, who wants which box, fills, stages, shape and dtype problems.
 
     The slots of experts on other ranks are needed as well, though no parameter here wants them.
     """
     needs: dict[str, Shape] = {}
     wants: defaultdict[tuple[str, Box], list[Target]] = defaultdict(list)
     fills: list[tuple[str, Fill]] = []
+    made: dict[tuple[str, Box], tuple[Maker, list[Product]]] = {}
     problems: dict[tuple[PlanFault, str], Problem] = {}
 
     def fits(slot: str, shape: Shape, dtype: str, exact: bool) -> bool:
@@ -205,16 +216,28 @@ def _needs(
             if isinstance(tile, Fill):
                 fills.append((param.name, tile))
                 continue
+            if isinstance(tile, Made):
+                assert needs.setdefault(tile.slot, tile.slot_shape) == tile.slot_shape, f"{tile.slot}: layers expect different shapes"
+                if fits(tile.slot, tile.slot_shape, _ANY_FLOAT, False):
+                    region = tile.maker.needs(tile.output, tile.box, tile.slot_shape)
+                    _, products = made.setdefault((tile.slot, region), (tile.maker, []))
+                    products.append(Product(param.name, tile.local_box, tile.output, tile.box))
+                continue
             assert compatible(tile.slot_box, tile.local_box), f"{param.name}: {tile} changes shape"
             assert needs.setdefault(tile.slot, tile.slot_shape) == tile.slot_shape, f"{tile.slot}: layers expect different shapes"
             if fits(tile.slot, tile.slot_shape, param.dtype, param.exact):
                 wants[tile.slot, tile.slot_box].append(Target(param.name, tile.local_box))
     for layer in experts:
-        for slot, shape in layer.slots():
+        for slot, shape, dtype in layer.slots():
             if slot not in needs:
                 needs[slot] = shape
-                fits(slot, shape, layer.dtype, False)
-    return needs, wants, fills, list(problems.values())
+                fits(slot, shape, dtype, False)
+    stages = {}
+    for (slot, region), (maker, products) in made.items():
+        name = f"{slot} {list(region)}"
+        stages[name] = Stage(name, maker, region, tuple(products))
+        wants[slot, region].append(Target(name, whole(extent(region))))
+    return needs, wants, fills, stages, list(problems.values())
 
 
 def _misfit(shape: Shape, dtype: str, exact: bool, source: Source, tensor: TensorInfo) -> PlanFault | None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rtp_llm.plan.boxes import Box, Shape, whole
+from rtp_llm.plan.making import Made
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class ParamSpec:
     name: str
     shape: Shape
     dtype: str
-    tiles: tuple[Piece | Fill, ...]
+    tiles: tuple[Piece | Fill | Made, ...]
     exact: bool = False
 
 
@@ -62,19 +63,19 @@ class ExpertSlots:
 
     A rank's parameters name the slots of its own experts only.  With these it knows the others' as well: their tensors are
     not unexpected, and are missed when they are absent.  The slots below ``router`` have a row for each expert as well.
-    ``dtype`` is torch's name of the parameters' dtype; ``held``: for each expert-parallel rank the experts it holds.
+    A part has a name, a full shape, and torch's name of its parameter's dtype; ``held``: for each expert-parallel rank the
+    experts it holds.
     """
 
     layer: int
     slot: str
     router: str
     count: int
-    parts: tuple[tuple[str, Shape], ...]
-    dtype: str
+    parts: tuple[tuple[str, Shape, str], ...]
     held: tuple[tuple[int, ...], ...]
 
-    def slots(self) -> Iterator[tuple[str, Shape]]:
-        """Every slot with its full shape."""
+    def slots(self) -> Iterator[tuple[str, Shape, str]]:
+        """Every slot with its full shape and its parameter's dtype."""
         for expert in range(self.count):
-            for part, shape in self.parts:
-                yield f"{self.slot}.{expert}.{part}", shape
+            for part, shape, dtype in self.parts:
+                yield f"{self.slot}.{expert}.{part}", shape, dtype

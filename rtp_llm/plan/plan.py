@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -14,6 +14,7 @@ from rtp_llm.errors import PlanError, Problem
 from rtp_llm.plan import rules
 from rtp_llm.plan.boxes import Box, extent, volume
 from rtp_llm.plan.experts import ExpertLayout, expert_layouts
+from rtp_llm.plan.making import Stage
 from rtp_llm.plan.ops import Source
 from rtp_llm.plan.pieces import ExpertSlots, Fill, ParamSpec
 from rtp_llm.plan.ranges import parts
@@ -104,6 +105,25 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
+class Listed:
+    """An entry of a list that says which modules are quantised, and how many it matched."""
+
+    entry: str
+    matched: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What is quantised, by ``method``: each scheme with the number of modules that have it; the entries of lists; and plain
+    modules that the declaration says nothing of.  The same on all ranks."""
+
+    method: str
+    schemes: tuple[tuple[str, int], ...]
+    listed: tuple[Listed, ...] = ()
+    undeclared: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class LoadPlan:
     """One rank's load.
 
@@ -120,6 +140,7 @@ class LoadPlan:
     params: tuple[ParamSpec, ...]
     deliveries: tuple[Delivery, ...]
     fills: tuple[tuple[str, Fill], ...]
+    stages: Mapping[str, Stage]
     skipped: tuple[Skipped, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -130,6 +151,7 @@ class LoadPlan:
     slots: Mapping[str, Source] = field(repr=False)
     experts: tuple[ExpertSlots, ...] = field(repr=False)
     mapping: rules.Mapping = field(repr=False)
+    quantization: Quantization | None
     bytes_resident: int
     bytes_staging: int
     bytes_transient: int
@@ -138,7 +160,9 @@ class LoadPlan:
 
     def agreement_lines(self) -> Iterator[str]:
         """What :attr:`digest` is made of; see the function of this name."""
-        return agreement_lines(self.architecture, self.parallel, self.dtype, self.tensors, self.slots, self.experts, self.model_digest)
+        return agreement_lines(
+            self.architecture, self.parallel, self.dtype, self.tensors, self.slots, self.experts, self.model_digest, self.quantization
+        )
 
     def expert_layouts(self) -> dict[tuple[int, str], ExpertLayout]:
         """How the checkpoint has the experts, by layer and weight (``gate_up``, ``down``); see the function of this name."""
@@ -172,6 +196,7 @@ def agreement_lines(
     slots: Mapping[str, Source],
     experts: tuple[ExpertSlots, ...],
     model_digest: str,
+    quantization: Quantization | None = None,
 ) -> Iterator[str]:
     """What all ranks must have in common, a line each, in a fixed order; the digest is their hash.
 
@@ -179,6 +204,8 @@ def agreement_lines(
     """
     yield f"architecture {architecture} dtype {dtype} tp_size {parallel.tp_size} ep_size {parallel.ep_size}"
     yield f"logical tensors {model_digest}"
+    if quantization is not None:
+        yield f"quantisation {quantization.method} {quantization.schemes}"
     for layer in experts:
         yield f"experts of layer {layer.layer} on expert-parallel ranks {layer.held}"
     for t in tensors:
@@ -186,6 +213,22 @@ def agreement_lines(
     for slot in sorted(slots):
         source = slots[slot]
         yield f"slot {slot} from {source.raw} {source.ops!r}"
+
+
+def transient_bytes(deliveries: Sequence[Delivery], staged: Container[str], bytes_staging: int) -> int:
+    """The most that is held beside parameters and staging buffers while bytes move.
+
+    A tensor that cannot be read in parts is held whole, and once more while an op works on it.  What parameters are made of is
+    gathered whole: reader threads work within a window of as many bytes as they have buffers, so that at most this window and
+    the ends of two tensors that it cuts are held.
+    """
+    whole = max((2 * d.nbytes for d in deliveries if not d.divisible), default=0)
+    gathered = max((d.nbytes for d in deliveries if d.targets[0].param in staged), default=0)
+    return max(whole, 2 * gathered + min(bytes_staging, _all(deliveries, staged)) if gathered else 0)
+
+
+def _all(deliveries: Sequence[Delivery], staged: Container[str]) -> int:
+    return sum(d.nbytes for d in deliveries if d.targets[0].param in staged)
 
 
 def digest(lines: Iterator[str]) -> str:

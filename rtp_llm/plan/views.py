@@ -16,7 +16,7 @@ def plan_json(plan: LoadPlan) -> dict[str, Any]:
 
     ``parameters`` counts elements, ``tensors`` parameter tensors; ``bytes_*`` and ``predicted_peak_bytes`` are this
     rank's; ``files`` lists what is read of each file; ``missing`` and ``unexpected`` are names of checkpoint tensors;
-    ``skipped`` has a reason for each; ``experts`` is :func:`expert_table`.
+    ``skipped`` has a reason for each; ``experts`` is :func:`expert_table`, ``quantization`` :func:`quantization_json`.
     """
     read: Counter[str] = Counter()
     tensors: Counter[str] = Counter()
@@ -45,7 +45,22 @@ def plan_json(plan: LoadPlan) -> dict[str, Any]:
         "missing": list(plan.missing),
         "unexpected": list(plan.unexpected),
         "skipped": [{"tensor": s.raw, "reason": s.reason} for s in plan.skipped],
+        "quantization": quantization_json(plan),
         "notes": [n.to_json() for n in plan.notes],
+    }
+
+
+def quantization_json(plan: LoadPlan) -> dict[str, Any] | None:
+    """``method``; ``schemes``, with the number of modules that have each; ``lists``, with the number of modules that each entry
+    matched; ``undeclared``: plain modules that the declaration says nothing of.  None for plain weights."""
+    found = plan.quantization
+    if found is None:
+        return None
+    return {
+        "method": found.method,
+        "schemes": [{"scheme": label, "modules": count} for label, count in found.schemes],
+        "lists": [{"entry": listed.entry, "matched": listed.matched} for listed in found.listed],
+        "undeclared": list(found.undeclared),
     }
 
 
@@ -61,20 +76,20 @@ def expert_table(plan: LoadPlan) -> list[dict[str, Any]]:
         found.setdefault(number, []).append((weight, layout.name))
     for layer in plan.experts:
         layouts = tuple(found.get(layer.layer, ()))
-        alike.setdefault((layer.count, layer.held, layer.parts, layer.dtype, layouts), []).append(layer.layer)
+        alike.setdefault((layer.count, layer.held, layer.parts, layouts), []).append(layer.layer)
     return [
         {
             "layers": layers,
             "count": count,
             "layout": {weight: name.lower().replace("_", "-") for weight, name in layouts},
             "ranks": [
-                {"ep_rank": rank, "experts": list(experts), "bytes": len(experts) * _expert_bytes(parts, dtype) // plan.parallel.tp_size}
+                {"ep_rank": rank, "experts": list(experts), "bytes": len(experts) * _expert_bytes(parts) // plan.parallel.tp_size}
                 for rank, experts in enumerate(held)
             ],
         }
-        for (count, held, parts, dtype, layouts), layers in alike.items()
+        for (count, held, parts, layouts), layers in alike.items()
     ]
 
 
-def _expert_bytes(parts: tuple[tuple[str, Shape], ...], dtype: str) -> int:
-    return sum(prod(shape) for _, shape in parts) * DTYPES_BY_TORCH_NAME[dtype].bits // 8
+def _expert_bytes(parts: tuple[tuple[str, Shape, str], ...]) -> int:
+    return sum(prod(shape) * DTYPES_BY_TORCH_NAME[dtype].bits // 8 for _, shape, dtype in parts)

@@ -232,6 +232,46 @@ def million_empty_tensors(d: Path) -> None:
     craft(with_config(d), ("{" + body + "}").encode())
 
 
+@attack(F.TOO_MANY_TENSORS, SINGLE)
+def million_tensors_spelled_oddly(d: Path) -> None:
+    """The same with a field's name in escapes, so that a search for it finds none."""
+    body = ",".join(f'"t{i}":{{"dtype":"U8","shape":[0],"data_offset\\u0073":[0,0]}}' for i in range(1_000_000))
+    craft(with_config(d), ("{" + body + "}").encode())
+
+
+@attack(F.TOO_MANY_PROBLEMS, SINGLE)
+def millions_of_metadata(d: Path) -> None:
+    """``__metadata__`` five million times: each but the first is a name that stands twice."""
+    craft(with_config(d), b"{" + b'"__metadata__":{},' * 5_000_000 + b'"a":0}')
+
+
+@attack(F.HEADER_TOO_LARGE, SINGLE)
+def wide_header(d: Path) -> None:
+    """98 MB of metadata with one emoji, for which Python would take four bytes for each character."""
+    craft(with_config(d), ('{"__metadata__":{"a":"' + "x" * 98_000_000 + '\N{SNAKE}"}}').encode())
+
+
+@attack(F.BAD_HEADER, SINGLE)
+def escaped_wide_metadata(d: Path) -> None:
+    """The same in ASCII, with an escape for the emoji."""
+    craft(with_config(d), b'{"__metadata__":{"a":"' + b"x" * 98_000_000 + b'\\ud83d\\udc0d"}}')
+
+
+@attack(F.BAD_HEADER, SINGLE)
+def metadata_of_escaped_quotes(d: Path) -> None:
+    """Nothing but escaped quotes: each could be the string's end."""
+    craft(with_config(d), b'{"__metadata__":{"a":"' + b'\\"' * 45_000_000 + b'"}}')
+
+
+@attack(F.TOO_MANY_PROBLEMS, "model-00003-of-00500.safetensors")
+def many_bad_shards(d: Path) -> None:
+    """Five hundred shards of nothing but faults."""
+    with_config(d)
+    body = json.dumps({f"t{i}": {} for i in range(400)}).encode()
+    for n in range(1, 501):
+        craft(d / f"model-{n:05d}-of-00500.safetensors", body)
+
+
 # ---------------------------------------------------------------------------------------------- header JSON
 
 
@@ -656,6 +696,13 @@ def index_of_empty_lists(d: Path) -> None:
     """60 MB of empty lists in the index's metadata."""
     good_sharded(d)
     (d / INDEX).write_text('{"metadata":[' + "[]," * 20_000_000)
+
+
+@attack(F.BAD_JSON, INDEX)
+def index_wide(d: Path) -> None:
+    """31 MB of metadata with one emoji, for which Python would take four bytes for each character."""
+    good_sharded(d)
+    (d / INDEX).write_text('{"metadata":{"a":"' + "x" * 31_000_000 + '\N{SNAKE}"},"weight_map":{"a":"b"}}', encoding="utf-8")
 
 
 @attack(F.DUPLICATE_KEY, INDEX, "a")

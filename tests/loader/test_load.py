@@ -15,6 +15,7 @@ from rtp_llm import LoadConfig, ParallelConfig, build_plan, load_model
 from rtp_llm.errors import ConfigError, ParallelError, PlanError, TransportError
 from rtp_llm.loader import load as load_module
 from rtp_llm.loader.verify import verify
+from rtp_llm.quantization.faults import QuantizationError
 from tests.support.paths import ROOT, child_env
 from tests.support.tiny import save_tiny_llama
 
@@ -65,6 +66,13 @@ def test_verify_finds_one_changed_bit(sharded: Path) -> None:
         verify(loaded.model, loaded.plan, loaded.directory)
 
 
+def test_a_load_within_inference_mode(sharded: Path) -> None:
+    """A caller that has switched autograd off may load as well, casts included."""
+    with torch.inference_mode():
+        loaded = load_model(sharded, load=LoadConfig(device="cpu", dtype="bfloat16"))
+        assert loaded.model(torch.tensor([[1, 2, 3]])).isfinite().all()
+
+
 def test_ranks_share_the_bytes(sharded: Path) -> None:
     """At TP 2 the ranks together read the checkpoint once, replicated norms and nothing else twice."""
     plans = [build_plan(sharded, ParallelConfig(2, rank), CPU) for rank in range(2)]
@@ -94,12 +102,12 @@ def test_quantised_checkpoints_are_refused(tmp_path: Path, where: dict[str, obje
     """Whatever the tensors look like, a checkpoint that says it is quantised is never loaded as if it were not."""
     directory = save_tiny_llama(tmp_path / "quantised")
     change_config(directory, **where)
-    with pytest.raises(ConfigError, match="quantised"):
+    with pytest.raises(QuantizationError, match="quantised"):
         load_model(directory, load=CPU)
     change_config(directory, quantization_config=None, text_config={})
     load_model(directory, load=CPU)
     (directory / "hf_quant_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="hf_quant_config.json"):
+    with pytest.raises(QuantizationError, match="hf_quant_config.json"):
         load_model(directory, load=CPU)
 
 

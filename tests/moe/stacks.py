@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from rtp_llm.layers.base import expert_slots, param_specs
 from rtp_llm.layers.moe import MoE, MoEShape
 from rtp_llm.layers.router import Routing
 from rtp_llm.loader.placement import Placement, allocate
+from rtp_llm.parallel.experts import Ownership, PhysicalToLogical
 from rtp_llm.parallel.groups import groups_at
 from rtp_llm.plan.experts import ExpertNames, expert_rules
 from rtp_llm.plan.join import join
@@ -94,10 +95,15 @@ def save(folder: Path, content: dict[str, torch.Tensor]) -> None:
     save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def planned(folder: Path, sizes: Sizes, parallel: ParallelConfig, transposed: bool = False) -> tuple[nn.ModuleList, LoadPlan]:
-    """One rank's model on the meta device, and its plan."""
+def planned(
+    folder: Path, sizes: Sizes, parallel: ParallelConfig, transposed: bool = False, table: PhysicalToLogical | None = None
+) -> tuple[nn.ModuleList, LoadPlan]:
+    """One rank's model on the meta device, and its plan; ``table`` says which experts are copied where."""
     shape = MoEShape(sizes.hidden, sizes.intermediate, "silu", Routing(sizes.experts, 1))
-    model = nn.ModuleList(MoE(i, shape, groups=groups_at(parallel), dtype=torch.float32) for i in range(sizes.layers))
+    groups = groups_at(parallel)
+    if table is not None:
+        groups = replace(groups, ep=replace(groups.ep, ownership=Ownership(parallel.ep_size, table)))
+    model = nn.ModuleList(MoE(i, shape, groups=groups, dtype=torch.float32) for i in range(sizes.layers))
     plan = join(
         read_catalog(folder),
         mapping(sizes, transposed),

@@ -65,6 +65,38 @@ def test_all_ranks_together_hold_the_checkpoint(tp: int, ep: int, data: st.DataO
             assert set(boxes.values()) == {tp * ep if slot.endswith("router.weight") else 1}, slot
 
 
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@given(data=st.data())
+@settings(max_examples=10, deadline=None)
+def test_all_ranks_together_hold_every_copy(ep: int, data: st.DataObject) -> None:
+    """With a table, ranks hold just the copies that it names, in its order, each of them right; every expert is somewhere."""
+    sizes = Sizes(layers=1, experts=data.draw(st.integers(1, 6)), intermediate=2 * data.draw(st.integers(1, 2)), hidden=3)
+    least = max(1, -(-sizes.experts // ep))
+    copies = data.draw(st.lists(st.integers(0, sizes.experts - 1), min_size=ep * (least + 2), max_size=ep * (least + 2)))
+    row = data.draw(st.permutations([*range(sizes.experts), *copies[sizes.experts :]]))
+    layout = data.draw(LAYOUTS)
+    whole, each = matrices(sizes), len(row) // ep
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        save(folder, tensors(whole, [layout], False))
+        read = 0
+        for ep_rank in range(ep):
+            mine = row[ep_rank * each : (ep_rank + 1) * each]
+            for tp_rank in range(2):
+                model, plan = planned(folder, sizes, ParallelConfig(2, tp_rank, ep, ep_rank), table={0: tuple(row)})
+                assert not plan.problems
+                loaded(folder, model, plan)
+                width = sizes.intermediate // 2
+                rows = slice(tp_rank * width, (tp_rank + 1) * width)
+                gate, up, down = (whole[f"0.{part}"][list(mine)] for part in ("gate", "up", "down"))
+                assert torch.equal(model[0].experts.gate_up, torch.cat([gate[:, rows], up[:, rows]], dim=1))
+                assert torch.equal(model[0].experts.down, down[:, :, rows])
+                read += plan.bytes_read
+        # A rank reads each of its experts once, however many copies of it it holds.
+        once = sum(len({*row[rank * each : (rank + 1) * each]}) for rank in range(ep))
+        assert read == (once * 3 * sizes.intermediate * 3 + 2 * ep * sizes.experts * 3) * 4
+
+
 def check_rank(model: torch.nn.ModuleList, whole: dict[str, torch.Tensor], sizes: Sizes, parallel: ParallelConfig) -> None:
     """A rank's parameters are what plain indexing makes of the whole matrices."""
     each, more = divmod(sizes.experts, parallel.ep_size)

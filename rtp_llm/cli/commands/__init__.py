@@ -1,5 +1,6 @@
 """The commands, one file each.  What is slow to import is imported inside of them, so that ``--help`` is quick."""
 
+from rtp_llm.cli.commands.bench import bench
 from rtp_llm.cli.commands.doctor import doctor
 from rtp_llm.cli.commands.embed import embed
 from rtp_llm.cli.commands.export import export
@@ -10,4 +11,4 @@ from rtp_llm.cli.commands.models import models
 from rtp_llm.cli.commands.plan import plan
 from rtp_llm.cli.commands.settings import settings
 
-COMMANDS = (inspect, plan, load, generate, embed, export, models, doctor, settings)
+COMMANDS = (inspect, plan, load, generate, embed, export, models, doctor, bench, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,22 @@ def _text(document: dict[str, Any], problems: tuple[Problem, ...]) -> None:
     table(("file", "reads", "read", "size"), rows, frozenset({1, 2, 3}))
     _experts(document)
     _skipped(document)
-    for label, names in (("missing", document["missing"]), ("unexpected", document["unexpected"])):
-        for name in names:
-            click.echo(f"{label}: {printable(name)}")
-    for note in document["notes"]:
-        click.echo(f"note: {printable(Problem.from_json(note))}")
-    for problem in problems:
-        click.echo(f"problem: {printable(problem)}")
+    _listed("missing", document["missing"])
+    _listed("unexpected", document["unexpected"])
+    _listed("note", [Problem.from_json(note) for note in document["notes"]])
+    _listed("problem", problems)
     click.echo(f"{len(problems)} problems" if problems else "no problems")
+
+
+#: Lines of one kind beyond which only their number is printed: a checkpoint of another model has as many as it has tensors.
+_MOST_LISTED = 100
+
+
+def _listed(label: str, things: Sequence[object]) -> None:
+    for thing in things[:_MOST_LISTED]:
+        click.echo(f"{label}: {printable(thing)}")
+    if len(things) > _MOST_LISTED:
+        click.echo(f"{label}: ... and {len(things) - _MOST_LISTED} more (--json lists all)")
 
 
 #: Skipped tensors with one reason beyond which only their number is printed: a layer of experts has hundreds.

@@ -1,0 +1,36 @@
+"""What is to be measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rtp_llm.checkpoint import Catalog
+from rtp_llm.config import LoadConfig, ParallelConfig
+
+#: States of the page cache.
+WARM, COLD = "warm", "cold"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to measure.  ``device`` is ``cpu`` or ``cuda:N``; ``states`` of the page cache in the order in which they are
+    measured; ``drop_caches`` allows to drop the page cache of the whole machine."""
+
+    catalog: Catalog
+    device: str
+    load: LoadConfig
+    parallel: ParallelConfig
+    contenders: tuple[str, ...]
+    runs: int
+    states: tuple[str, ...] = (WARM, COLD)
+    drop_caches: bool = False
+    limits: bool = True
+
+    @property
+    def device_type(self) -> str:
+        return self.device.partition(":")[0]
+
+    @property
+    def files(self) -> list[Path]:
+        return [Path(self.catalog.directory) / f.name for f in self.catalog.files]

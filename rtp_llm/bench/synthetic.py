@@ -1,0 +1,165 @@
+"""Checkpoints made up for measuring: valid ``config.json``, shapes of real models, random data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import isqrt, prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+#: Bytes of one element: everything is bfloat16.
+_ITEM = 2
+#: Elements made and written at once.
+_CHUNK = 32 << 20
+#: Sign and mantissa of a bfloat16 are random; the exponent is that of 2**-7, the size of usual weights, and never NaN.
+_RANDOM_BITS, _EXPONENT = 0x807F, 0x3C00
+#: safetensors aligns what follows the header to 8 bytes.
+_ALIGN = 8
+
+#: Widths by size of the checkpoint, from the largest: least GB, hidden, intermediate, heads, KV heads, vocabulary.  The first
+#: is Llama-3-8B's, the others keep a checkpoint of their size at a dozen layers or more.
+_WIDTHS = (
+    (8.0, 4096, 14336, 32, 8, 128256),
+    (2.0, 2048, 8192, 32, 8, 32000),
+    (0.2, 1024, 4096, 16, 8, 16000),
+    (0.0, 256, 1024, 8, 4, 2000),
+)
+#: Experts of a layer in :func:`many_tensors`: three tensors each.
+_EXPERTS = 32
+#: Tensors of such a layer beside its experts: four projections, two norms of heads, two of the layer, the router.
+_BESIDE = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a checkpoint will hold: its ``config.json``, and the shape of each tensor in the order of the files."""
+
+    config: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(prod, self.shapes.values())) * _ITEM
+
+
+def llama(gb: float) -> Made:
+    """A Llama of about ``gb`` times 10**9 bytes (exact to one layer; at least one layer)."""
+    _, hidden, intermediate, heads, kv_heads, vocab = next(row for row in _WIDTHS if gb >= row[0])
+    head = hidden // heads
+    layer = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (kv_heads * head, hidden),
+        "self_attn.v_proj": (kv_heads * head, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (intermediate, hidden),
+        "mlp.up_proj": (intermediate, hidden),
+        "mlp.down_proj": (hidden, intermediate),
+    }
+    around = 2 * vocab * hidden + hidden
+    count = max(1, round((gb * 1e9 / _ITEM - around) / sum(map(prod, layer.values()))))
+    config = _config("LlamaForCausalLM", "llama", hidden, intermediate, heads, kv_heads, vocab, count)
+    return Made(config, dict(_tensors(layer, count, vocab, hidden)))
+
+
+def many_tensors(count: int, nbytes: int) -> Made:
+    """A Qwen3-MoE of about ``count`` tensors and ``nbytes`` bytes: the more tensors, the smaller each is."""
+    layers = max(1, round(count / (3 * _EXPERTS + _BESIDE)))
+    elements = nbytes // _ITEM // layers
+    # Attention's four matrices are squares of this width, and may take an eighth of the layer.
+    hidden = max(16, isqrt(elements // 32) // 16 * 16)
+    intermediate = max(1, (elements - 4 * hidden * hidden) // (3 * _EXPERTS * hidden))
+    heads = max(1, hidden // 128)
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,),
+        **{f"self_attn.{x}_proj": (hidden, hidden) for x in "qkvo"},
+        **{f"self_attn.{x}_norm": (hidden // heads,) for x in "qk"},
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate": (_EXPERTS, hidden),
+    }
+    for expert in range(_EXPERTS):
+        for part, shape in (("gate", (intermediate, hidden)), ("up", (intermediate, hidden)), ("down", (hidden, intermediate))):
+            layer[f"mlp.experts.{expert}.{part}_proj"] = shape
+    vocab = 16
+    config = _config("Qwen3MoeForCausalLM", "qwen3_moe", hidden, hidden, heads, heads, vocab, layers) | {
+        "head_dim": hidden // heads,
+        "num_experts": _EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": intermediate,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    return Made(config, dict(_tensors(layer, layers, vocab, hidden)))
+
+
+def _config(
+    architecture: str, model_type: str, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int, layers: int
+) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def _tensors(layer: Mapping[str, tuple[int, ...]], layers: int, vocab: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "model.embed_tokens.weight", (vocab, hidden)
+    for number in range(layers):
+        for name, shape in layer.items():
+            yield f"model.layers.{number}.{name}.weight", shape
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (vocab, hidden)
+
+
+def write_checkpoint(directory: Path, made: Made, shards: int = 4, seed: int = 0) -> None:
+    """Writes ``config.json``, ``shards`` files of about equal bytes, and their index; the same seed gives the same bytes."""
+    directory.mkdir(parents=True, exist_ok=True)
+    bits = np.random.SFC64(seed)
+    groups: list[dict[str, tuple[int, ...]]] = [{} for _ in range(shards)]
+    done = 0
+    for name, shape in made.shapes.items():
+        groups[min(done * shards // made.nbytes, shards - 1)][name] = shape
+        done += prod(shape) * _ITEM
+    groups = [group for group in groups if group]
+    weight_map: dict[str, str] = {}
+    for number, group in enumerate(groups, start=1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        _write_file(directory / file, group, bits)
+        weight_map |= dict.fromkeys(group, file)
+    index = {"metadata": {"total_size": made.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps(made.config, indent=2), encoding="utf-8")
+
+
+def _write_file(path: Path, shapes: Mapping[str, tuple[int, ...]], bits: np.random.SFC64) -> None:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, shape in shapes.items():
+        entries[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [position, position + prod(shape) * _ITEM]}
+        position += prod(shape) * _ITEM
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % _ALIGN)
+    with path.open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        left = position // _ITEM
+        while left:
+            count = min(left, _CHUNK)
+            raw = bits.random_raw(-(-count // 4)).view(np.uint16)[:count]
+            stream.write(memoryview((raw & _RANDOM_BITS) | _EXPONENT).cast("B"))
+            left -= count

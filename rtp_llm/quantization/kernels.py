@@ -1,0 +1,72 @@
+"""Products that work on codes, where the device has them; chosen once, when a layer has been loaded.
+
+Everything else is dequantised to float32 and multiplied in the model's dtype, which every device can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rtp_llm.quantization.forms import Matrix
+from rtp_llm.quantization.scaled import Scaled
+from rtp_llm.quantization.scheme import Scheme, values_of
+
+#: ``x [..., columns]`` and a bias to ``[..., rows]``.
+Kernel = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+#: The largest E4M3 number, and the least scale of activations: a row of zeros must not divide by zero.
+_MAX = 448.0
+_LEAST_SCALE = 1e-12
+#: torch's scaled product takes rows and columns in multiples of this, from this compute capability on.
+_MULTIPLE = 16
+_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledProduct:
+    """``torch._scaled_mm`` on E4M3 codes ``weight [rows, columns]``, with ``scale [1, rows]`` float32 for each row of it.
+
+    Activations get a scale for each token, or ``static``, one for all: the largest of those of fused parts, used to quantise
+    and to dequantise alike.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    static: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows = x.flatten(0, -2)
+        if self.static is None:
+            scale = (rows.abs().amax(dim=-1, keepdim=True).float() / _MAX).clamp_min_(_LEAST_SCALE)
+        else:
+            scale = self.static.expand(rows.shape[0], 1).contiguous()
+        codes = (rows.float() / scale).clamp_(-_MAX, _MAX).to(torch.float8_e4m3fn)
+        out: torch.Tensor = torch._scaled_mm(codes, self.weight.t(), scale_a=scale, scale_b=self.scale, out_dtype=torch.bfloat16)
+        out = out.to(x.dtype).unflatten(0, x.shape[:-1])
+        return out if bias is None else out + bias
+
+
+def choose_kernel(
+    scheme: Scheme, matrices: Sequence[Matrix], tensors: Sequence[dict[str, torch.Tensor]], weight: torch.Tensor
+) -> Kernel | None:
+    """The kernel for a layer's weight; None where it has to be dequantised.
+
+    A scale for each tensor becomes one for each row, so that parts that run as one keep their own.
+    """
+    if not isinstance(scheme, Scaled) or not isinstance(scheme.grid, str) or scheme.weight.dtype != "float8_e4m3fn":
+        return None
+    if weight.device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(weight.device) < _CAPABILITY:
+        return None
+    if not hasattr(torch, "_scaled_mm") or weight.dim() != 2 or any(n % _MULTIPLE for n in weight.shape):
+        return None
+    scales = [
+        values_of(parts[scheme.scale.name]).reshape(-1).expand(matrix.rows[1] - matrix.rows[0])
+        for matrix, parts in zip(matrices, tensors, strict=True)
+    ]
+    static = None
+    if scheme.static is not None:
+        static = torch.stack([parts[scheme.static.name].float().reshape(()) for parts in tensors]).amax().reshape(1, 1)
+    return ScaledProduct(weight, torch.cat(scales)[None].contiguous(), static)

@@ -1,0 +1,192 @@
+"""What the tensors of a checkpoint are, held against what is declared of them.
+
+A tensor's dtype and the tensors beside it say whether a weight is quantised; lists of exclusions say it too, and are wrong often
+enough (prefixes, fused names) that they only serve as a check.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from rtp_llm.checkpoint.catalog import TensorInfo
+from rtp_llm.checkpoint.dtypes import DTYPES
+from rtp_llm.errors import Problem
+from rtp_llm.plan import rules
+from rtp_llm.plan.dtypes import CASTABLE
+from rtp_llm.plan.ops import Source
+from rtp_llm.plan.rules import AnyRule, Rule, Skip, template
+from rtp_llm.quantization.declared import Declared
+from rtp_llm.quantization.faults import QuantFault
+from rtp_llm.quantization.scheme import Finding, Misread, Scheme, Spec, Stored
+
+#: Scales of the KV cache and of attention, as formats call them below an attention block.
+_KV = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_output_scale")
+_KV_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+_KV_REASON = "a scale for a quantised KV cache; the cache is kept in the model's dtype, and needs none"
+
+
+def with_tensors(mapping: rules.Mapping, names: Iterable[str]) -> rules.Mapping:
+    """``mapping`` with a rule for each of ``names`` beside every weight, and skips for the scales of KV caches."""
+    known = {*mapping.by_template, *mapping.skip_reasons, *mapping.refusals}
+    names = tuple(names)
+    more: list[AnyRule] = []
+    skips: list[Skip] = []
+    for rule in mapping.rules:
+        if not isinstance(rule, Rule):
+            more += [beside for name in names if (beside := _beside(rule, name)) is not None and beside.raw not in known]
+            continue
+        raw, slot = rule.raw.removesuffix(".weight"), rule.slot.removesuffix(".weight")
+        if raw == rule.raw or slot == rule.slot or rule.ops:
+            continue
+        more += [Rule(f"{raw}.{name}", f"{slot}.{name}") for name in names if f"{raw}.{name}" not in known]
+        parent, _, leaf = raw.rpartition(".")
+        if leaf == "o_proj":
+            found = [f"{parent}.{name}" for name in _KV]
+            found += [f"{parent}.{one}.{name}" for one in _KV_PROJECTIONS for name in (*_KV, "output_scale")]
+            skips += [Skip(name, _KV_REASON) for name in found if name not in known]
+    return rules.Mapping((*mapping.rules, *more), (*mapping.skips, *skips), mapping.refused, mapping.skipped_layers)
+
+
+def _beside(rule: AnyRule, name: str) -> AnyRule | None:
+    """The rule for the tensor called ``name`` beside one that holds several weights; None where there is no such form."""
+    make = getattr(rule, "beside", None)
+    found: AnyRule | None = make(name) if make is not None else None
+    return found
+
+
+@dataclass(slots=True)
+class Module:
+    """The tensors of one logical module: its name in the checkpoint, and what is stored under each name behind it."""
+
+    raw: str
+    file: str
+    stored: dict[str, Stored] = field(default_factory=dict)
+
+    def quantised(self) -> bool:
+        """Whether the tensors say so: by their names, or by a weight that is no floating-point number of full width."""
+        weight = self.stored.get("weight")
+        if weight is not None and weight.dtype not in _PLAIN:
+            return True
+        return any(name not in ("weight", "bias") for name in self.stored)
+
+
+_PLAIN = frozenset(CASTABLE.values())
+
+
+@dataclass(slots=True)
+class Recognised:
+    """``schemes`` by slot, without ``.weight``, for every quantised module; ``matched`` counts the modules that each entry of a
+    list matched, and ``undeclared`` names plain ones that nothing is said of."""
+
+    schemes: dict[str, Scheme] = field(default_factory=dict)
+    modules: dict[str, Module] = field(default_factory=dict)
+    matched: Counter[str] = field(default_factory=Counter)
+    undeclared: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def modules_of(mapping: rules.Mapping, tensors: Iterable[TensorInfo], names: Collection[str]) -> dict[str, Module]:
+    """The modules of a checkpoint by their slot.  Tensors that no rule knows are left to the plan, which refuses them."""
+    found: dict[str, Module] = {}
+    of_interest = {"weight", "bias", *names}
+    split: dict[str, tuple[str, str] | None] = {}
+    for tensor in tensors:
+        key, numbers = template(tensor.name)
+        if key not in split:
+            rule = mapping.by_template.get(key)
+            base, _, name = rule.slot.rpartition(".") if isinstance(rule, Rule) else ("", "", "")
+            split[key] = (base, name) if name in of_interest else None
+        slot = split[key]
+        dtype = DTYPES[tensor.dtype].torch_name or tensor.dtype
+        if slot is not None:
+            if mapping.skip_reason(key, numbers) is None:
+                at = slot[0].format(*numbers)
+                module = found.get(at)
+                if module is None:
+                    module = found[at] = Module(tensor.name.rpartition(".")[0], tensor.file)
+                module.stored[slot[1]] = Stored(dtype, tensor.shape)
+            continue
+        rule = mapping.by_template.get(key)
+        if rule is None or isinstance(rule, Rule) or mapping.skip_reason(key, numbers) is not None or rule.misfit(tensor.shape):
+            continue
+        for provision in rule.provide(numbers, tensor.shape):
+            at, _, name = provision.slot.rpartition(".")
+            module = found.setdefault(at, Module(tensor.name.removesuffix(".weight"), tensor.file))
+            module.stored[name] = Stored(dtype, Source(tensor.name, tensor.shape, provision.ops).slot_shape)
+    return found
+
+
+def recognise(declared: Declared, modules: Mapping[str, Module], linear: Collection[str]) -> Recognised:
+    """Decides for each module what it is, and holds that against the declaration.
+
+    ``linear``: the slots of the layers that can be quantised.  Everything else is plain, or refused.
+    """
+    found = Recognised(modules={**modules})
+    built: dict[tuple[object, ...], Scheme | Finding] = {}
+    for slot, module in modules.items():
+        quantised = module.quantised()
+        if slot not in linear:
+            if quantised:
+                what = "is quantised, and its layer is of a kind that cannot be"
+                found.problems.append(_problem(module, Finding(QuantFault.UNSUPPORTED_LAYER, "", what, "a plain weight", _kinds(module))))
+            continue
+        group, entries = declared.group_of(module.raw)
+        found.matched.update(entries)
+        if not quantised:
+            _plain(declared, module, None if group is None else group.spec, found)
+        elif group is None:
+            _excluded(module, entries, found)
+        else:
+            key = _signature(group.spec, module)
+            if key not in built:
+                try:
+                    built[key] = group.spec.build(module.stored)
+                except Misread as misread:
+                    built[key] = misread.finding
+            scheme = built[key]
+            if isinstance(scheme, Finding):
+                found.problems.append(_problem(module, scheme))
+            else:
+                found.schemes[slot] = scheme
+    return found
+
+
+def _signature(spec: Spec, module: Module) -> tuple[object, ...]:
+    """What a scheme depends on: names, dtypes, and the shapes of what is no matrix."""
+    stored = ((name, s.dtype, len(s.shape) if len(s.shape) > 1 else s.shape[:1] == (1,)) for name, s in sorted(module.stored.items()))
+    return (spec, *stored)
+
+
+def _plain(declared: Declared, module: Module, spec: Spec | None, found: Recognised) -> None:
+    if spec is None:
+        return
+    if declared.complete:
+        what = f"is declared to be {spec.label}, and is stored plain"
+        found.problems.append(_problem(module, Finding(QuantFault.CONTRADICTION, "weight", what, "quantised tensors", _kinds(module))))
+    else:
+        found.undeclared.append(module.raw)
+
+
+def _excluded(module: Module, entries: tuple[str, ...], found: Recognised) -> None:
+    what = f"is excluded from quantisation by {', '.join(entries)}" if entries else "is named by no group of the declaration"
+    finding = Finding(QuantFault.CONTRADICTION, "", f"{what}, and its tensors are quantised"[:300], "a plain weight", _kinds(module))
+    found.problems.append(_problem(module, finding))
+
+
+def _kinds(module: Module) -> str:
+    return ", ".join(f"{name} {s.dtype}" for name, s in sorted(module.stored.items()) if name != "bias")
+
+
+def _problem(module: Module, finding: Finding) -> Problem:
+    tensor = f"{module.raw}.{finding.tensor}" if finding.tensor else module.raw
+    return Problem(
+        finding.fault,
+        finding.what,
+        file=module.file,
+        tensor=tensor,
+        expected=finding.expected,
+        actual=finding.actual,
+        fix=finding.fix or "check that config.json belongs to these weights",
+    )

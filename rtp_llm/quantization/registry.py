@@ -1,0 +1,159 @@
+"""The quantisation methods, and which of them a checkpoint and the settings ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rtp_llm.errors import Problem
+from rtp_llm.quantization import awq, compressed_tensors, fp8, gptq, modelopt, quark
+from rtp_llm.quantization.declared import Declared, Fields
+from rtp_llm.quantization.faults import QuantFault, QuantizationError
+from rtp_llm.quantization.inline import GRIDS
+
+#: Keys under which ``config.json`` declares quantisation (compression_config: older compressed-tensors).
+KEYS = ("quantization_config", "compression_config")
+#: The file of its own in which ModelOpt declares it.
+MODELOPT_FILE = "hf_quant_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A row of the matrix that ``rtp-llm models`` and ``doctor`` print.
+
+    ``layers``: the kinds of layers that it may quantise.  ``tensor_parallel``: what the number of ranks must respect.
+    ``cpu``, ``cuda``: how a product is computed there; ``parse`` is None for what is quantised while it is loaded.
+    """
+
+    name: str
+    schemes: str
+    tensor_parallel: str
+    parse: Callable[[Fields], Declared] | None = None
+    layers: tuple[str, ...] = ("linear", "experts")
+    cpu: str = "dequantised"
+    cuda: str = "dequantised"
+    export: bool = True
+
+
+_ANY = "any size"
+_GROUPS = "whole groups and words on each rank"
+_SCALED_MM = "scaled_mm for FP8 with a scale a tensor or a row, else dequantised"
+
+METHODS: tuple[Method, ...] = (
+    Method("awq", "INT4 groups, GEMM layout", _GROUPS, awq.parse),
+    Method(
+        "compressed-tensors",
+        "FP8 tensor, channel, block, MX; INT8; INT4 in int8; INT4 and INT8 packed; NVFP4; MXFP4",
+        _GROUPS + "; any size for FP8 and INT8 without groups",
+        compressed_tensors.parse,
+        cuda=_SCALED_MM,
+    ),
+    Method("fp8", "FP8 tensor, block (also UE8M0)", _ANY, fp8.parse, cuda=_SCALED_MM),
+    Method("gptq", "INT4, INT8 groups, both zero-point conventions, activation order", _GROUPS, gptq.parse),
+    Method("modelopt", "FP8 tensor, channel, MX; NVFP4; mixed", _GROUPS + " for NVFP4 and MXFP8", modelopt.parse, cuda=_SCALED_MM),
+    Method("quark", "FP8 and INT8, tensor, channel", _ANY, quark.parse, cuda=_SCALED_MM),
+    *(Method(name, f"FP8 {name.rpartition('-')[2]}, made of plain weights", _ANY, cuda=_SCALED_MM, export=False) for name in GRIDS),
+)
+
+BY_NAME: Mapping[str, Method] = {method.name: method for method in METHODS}
+
+
+def tensor_names() -> tuple[str, ...]:
+    """Every name behind a module's that any method knows: what a tensor is called says that it is part of a quantised weight."""
+    return (
+        "weight_scale",
+        "weight_scale_inv",
+        "weight_scale_2",
+        "weight_global_scale",
+        "weight_packed",
+        "weight_shape",
+        "weight_zero_point",
+        "weight_g_idx",
+        "input_scale",
+        "input_global_scale",
+        "qweight",
+        "qzeros",
+        "scales",
+        "g_idx",
+    )
+
+
+def read_declared(raw: Mapping[str, Any], own_file: Mapping[str, Any] | None, requested: str | None) -> Declared | None:
+    """What ``config.json`` (``raw``) or ModelOpt's file declares; None for a plain checkpoint.
+
+    ``requested`` is the setting: it must be what the checkpoint says, or ask for plain weights to be quantised.
+
+    Raises:
+        QuantizationError: an unknown method, a declaration that cannot be, several that differ, or another one than requested;
+            everything wrong at once.
+    """
+    found = [_parse(fields) for fields in _declarations(raw, own_file)]
+    if any(one != found[0] for one in found[1:]):
+        raise QuantizationError(
+            Problem(
+                QuantFault.CONTRADICTION,
+                "quantisation is declared more than once, and not alike",
+                file="config.json",
+                expected="one declaration",
+                actual="; ".join(f"{one.method}: {', '.join(spec.label for spec in one.specs)}" for one in found),
+            )
+        )
+    declared = found[0] if found else None
+    inline = requested in GRIDS
+    if requested is not None and (inline if declared is not None else not inline):
+        raise QuantizationError(
+            Problem(
+                QuantFault.CONTRADICTION,
+                "--quantization is not what the checkpoint is",
+                file="config.json",
+                expected=requested,
+                actual="no quantisation" if declared is None else declared.method,
+                fix="leave the setting out, or quantise plain weights while they are loaded with " + " or ".join(sorted(GRIDS))
+                if declared is None
+                else "leave the setting out: the checkpoint says what it is",
+            )
+        )
+    if requested is not None and declared is not None and requested != declared.method:
+        raise QuantizationError(
+            Problem(
+                QuantFault.CONTRADICTION,
+                "--quantization is not what the checkpoint is",
+                file="config.json",
+                expected=requested,
+                actual=declared.method,
+                fix="leave the setting out: the checkpoint says what it is",
+            )
+        )
+    return declared
+
+
+def _declarations(raw: Mapping[str, Any], own_file: Mapping[str, Any] | None) -> Iterator[Fields]:
+    places = [("", raw)]
+    nested = raw.get("text_config")
+    if isinstance(nested, Mapping):
+        places.append(("text_config.", nested))
+    for prefix, part in places:
+        for key in KEYS:
+            value = part.get(key)
+            if isinstance(value, Mapping) and value:
+                yield Fields(value, "config.json", f"{prefix}{key}.")
+            elif value:
+                yield Fields({"quant_method": value}, "config.json", f"{prefix}{key}.")
+    if own_file is not None:
+        yield Fields({"quant_method": "modelopt", **own_file}, MODELOPT_FILE, "")
+
+
+def _parse(fields: Fields) -> Declared:
+    name = fields.raw.get("quant_method")
+    if name is None and "quant_algo" in fields.raw:
+        name = "modelopt"
+    if name is None and "config_groups" in fields.raw:
+        name = "compressed-tensors"
+    method = BY_NAME.get(name) if isinstance(name, str) else None
+    if method is None or method.parse is None:
+        known = sorted(m.name for m in METHODS if m.parse is not None)
+        fields.fail("quant_method", f"one of {', '.join(known)}", QuantFault.UNKNOWN_METHOD, "use another checkpoint of this model")
+        fields.finish()
+        raise AssertionError("unreachable: a problem was noted")
+    return method.parse(fields)
