@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from arch_config.table import TABLE, TableError, base_requirements, load_table, parse_table
-from deps.generated import bazelrc, docs_table
+from arch_config.table import ROOT, TABLE, TableError, base_requirements, load_table, parse_table
+from deps.generated import bazelrc, docs_table, with_table
 
 TEXT = TABLE.read_text()
 
@@ -82,3 +82,15 @@ def test_one_row_is_enough_for_a_platform() -> None:
     assert "| `cpu_next` | aarch64 |" in docs_table(table)
     assert platform.wheel_name("rtp-llm", "1.0") == "rtp_llm-1.0+cpunext-cp311-none-manylinux_2_28_aarch64.whl"
     assert any(line.startswith("torch @ https://") for line in platform.requires_dist(base_requirements()))
+
+
+def test_documentation_has_the_table() -> None:
+    """docs/packaging.md shows the platforms, and what is unverified, as the table has them now."""
+    page = (ROOT / "docs" / "packaging.md").read_text()
+    assert with_table(page, docs_table(load_table())) == page, "bazel run //deps:update"
+
+
+def test_documentation_without_its_marks_is_an_error() -> None:
+    """A page whose marks were lost is not silently left without the table."""
+    with pytest.raises(ValueError, match="expected one"):
+        with_table("no marks", "table")
