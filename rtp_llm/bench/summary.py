@@ -61,7 +61,8 @@ def document(
         "ep_rank": request.parallel.ep_rank,
         "runs": request.runs,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine([r for e in entries for found in e.runs.values() for r in found]) | {"file_system": where.kind if where else None},
+        "machine": machine([r for e in entries for found in e.runs.values() for r in found])
+        | {"file_system": where.kind if where else None},
         "cache": {
             "states": list(states),
             "cold": None if cold is None else {"possible": COLD in states, "how": cold.how, "reason": cold.reason},
