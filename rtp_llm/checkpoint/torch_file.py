@@ -286,6 +286,15 @@ def _unsafe(name: str, file: str) -> Problem:
     )
 
 
+def nesting_keys(state: Mapping[object, object]) -> list[str]:
+    """The keys under which a state dict lies inside of ``state``; none where ``state`` holds tensors itself."""
+    import torch
+
+    if any(isinstance(v, torch.Tensor) for v in state.values()):
+        return []
+    return [k for k in _NESTED if isinstance(state.get(k), Mapping)]
+
+
 def _state_dict(state: object, file: str, header: Header) -> Mapping[object, object]:
     """The mapping of names to tensors in what the file holds; raises CheckpointError where there is none, or several."""
     import torch
@@ -293,7 +302,7 @@ def _state_dict(state: object, file: str, header: Header) -> Mapping[object, obj
     if isinstance(state, Mapping):
         if any(isinstance(v, torch.Tensor) for v in state.values()):
             return state
-        nested = [k for k in _NESTED if isinstance(state.get(k), Mapping)]
+        nested = nesting_keys(state)
         if len(nested) == 1:
             what = f"the state dict under the key {nested[0]} is used"
             others = ", ".join(shown(str(k)) for k in list(state)[:5] if k != nested[0]) or "nothing"

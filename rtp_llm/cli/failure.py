@@ -18,6 +18,8 @@ from rtp_llm.errors import MESSAGE_LIMIT, Problem, RtpLlmError
 USER_ERROR = 2
 #: A defect of this program (EX_SOFTWARE of sysexits.h).
 INTERNAL_ERROR = 70
+#: What every rank tells: it may be rank 0 that is gone or that was never met.
+_LOUD = frozenset({"RANK_LOST", "BAD_ENVIRONMENT"})
 #: 128 + SIGINT, as shells report it.
 INTERRUPTED = 130
 
@@ -71,8 +73,8 @@ def _of_problems(error: RtpLlmError) -> Failure:
         lines = [f"{error.step}: {count} problems", *(f"  - {text}" for text in shown)]
         if count > MESSAGE_LIMIT:
             lines.append(f"  ... and {count - MESSAGE_LIMIT} more (--json lists all)")
-    lost = any(problem.code == "RANK_LOST" for problem in error.problems)
-    return Failure(type(error).__name__, tuple(lines), USER_ERROR, error.problems, loud=lost)
+    loud = any(problem.code in _LOUD for problem in error.problems)
+    return Failure(type(error).__name__, tuple(lines), USER_ERROR, error.problems, loud=loud)
 
 
 def _of_usage(error: click.ClickException) -> Failure:

@@ -27,6 +27,7 @@ LOADING = (
     "quantization",
     "reader_threads",
     "buffer_mib",
+    "read_gap_kib",
     "progress",
     "timeout_s",
     "stacked_moe_mode",

@@ -55,9 +55,18 @@ class LoadConfig:
         "Quantisation that the checkpoint must have (left out: whatever it declares), or inline-*: what to make of plain weights.",
     )
     # 256: beyond that, threads only queue at the disk.
-    reader_threads: int = setting(Whole(0, 256), 0, "Threads that read files; 0 takes as many as there are CPUs, at most 8.")
+    reader_threads: int = setting(
+        Whole(0, 256), 0, "Threads that read files; 0 takes as many as there are CPUs (three quarters of them beside a GPU), at most 12."
+    )
     # 4096 MiB a thread is already far beyond where a larger buffer reads faster.
-    buffer_mib: int = setting(Whole(1, 4096), 16, "Size of each reader thread's staging buffer, in MiB.")
+    buffer_mib: int = setting(Whole(1, 4096), 8, "Size of each of a reader thread's staging buffers (two beside a GPU), in MiB.")
+    # 128 KiB is the kernel's default read-ahead window: such a gap is fetched from storage anyway, and in the page cache
+    # reading past it costs less than a second call.
+    read_gap_kib: int = setting(
+        Whole(0, 65536),
+        128,
+        "Unwanted bytes between the rows of a row-parallel matrix that are read rather than skipped, in KiB; 0 reads only what is wanted.",
+    )
     verify: bool = setting(Switch(), False, "After the load, read the files again and compare every weight with them.")
     progress: bool = setting(Switch(), True, "Show progress on stderr: a bar on a terminal, else a line every few seconds.")
     timeout_s: float = setting(Seconds(86400), 300.0, "Longest wait of a rank for the others wherever ranks meet.")

@@ -50,7 +50,7 @@ class Chosen:
 
 def scratch(drafted: Draft, device: torch.device, load: LoadConfig) -> ScratchTransport:
     """The own reader, as the settings want it."""
-    return ScratchTransport(drafted.catalog.directory, device, readers(load), load.buffer_mib << 20)
+    return ScratchTransport(drafted.catalog.directory, device, readers(load, device.type), load.buffer_mib << 20, load.read_gap_kib << 10)
 
 
 def choose(drafted: Draft, device: torch.device, load: LoadConfig, world: World, watch: Watch) -> Chosen:

@@ -25,8 +25,9 @@ from rtp_llm.plan.join import join
 from rtp_llm.plan.plan import LoadPlan
 from rtp_llm.transport.scratch.staging import staging_bytes
 
-#: More reader threads than this do not make one disk faster, and each has a staging buffer.
-MOST_READERS = 8
+#: Reader threads beyond this only wait for the interpreter's lock: on an H200 with 16 cores, 12 threads move 46 GB/s of
+#: cached files, 16 threads 41 and 8 threads 40.
+MOST_READERS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,10 @@ class Draft:
     dtype: str
 
 
-def readers(load: LoadConfig) -> int:
-    """The number of reader threads that the settings mean."""
-    return load.reader_threads or min(MOST_READERS, len(os.sched_getaffinity(0)))
+def readers(load: LoadConfig, device_type: str) -> int:
+    """The number of reader threads that the settings mean; beside a GPU a quarter of the CPUs is left to its driver."""
+    cpus = len(os.sched_getaffinity(0))
+    return load.reader_threads or max(1, min(MOST_READERS, cpus * 3 // 4 if device_type == "cuda" else cpus))
 
 
 def draft(directory: str | os.PathLike[str], parallel: ParallelConfig, load: LoadConfig, groups: Groups, device_type: str) -> Draft:
@@ -84,7 +86,7 @@ def draft(directory: str | os.PathLike[str], parallel: ParallelConfig, load: Loa
         family=family.name,
         parallel=parallel,
         dtype=dtype,
-        bytes_staging=staging_bytes(device_type, readers(load), load.buffer_mib * 1024 * 1024),
+        bytes_staging=staging_bytes(device_type, readers(load, device_type), load.buffer_mib * 1024 * 1024),
         experts=expert_slots(model),
         quantization=quantization,
         bytes_finish=finish_bytes(model),

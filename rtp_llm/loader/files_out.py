@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from rtp_llm.config.faults import ConfigFault
 from rtp_llm.errors import ConfigError, Problem
 
 _INDEX = "model.safetensors.index.json"
+#: Where a directory that is there already is written to, inside of it.
+_PARTIAL = ".partial"
 #: What belongs to a model beside its weights: configuration, tokeniser, templates, pooling, cards and licences.  Code
 #: (``.py``) is left behind on purpose.
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*", "*_Pooling/config.json")
@@ -22,7 +25,7 @@ _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*", "*_P
 
 def check_room(out: Path, source: str, nbytes: int) -> None:
     """Raises ``ConfigError`` where ``out`` holds something already, is the source, or its disk has no ``nbytes`` left."""
-    taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    taken = out.exists() and (not out.is_dir() or any(path.name != _PARTIAL for path in out.iterdir()))
     if taken or out.resolve() == Path(source).resolve():
         raise ConfigError(
             Problem(
@@ -43,16 +46,25 @@ def check_room(out: Path, source: str, nbytes: int) -> None:
 
 @contextmanager
 def completed(out: Path) -> Iterator[Path]:
-    """A directory beside ``out`` to write to, which takes its name once everything has been written, and is removed
-    if anything fails."""
-    partial = out.with_name(f".{out.name}.partial")
+    """A directory to write to, whose content is under ``out`` once everything has been written, and which is removed if
+    anything fails.
+
+    It lies beside ``out`` and takes its name; or inside, where ``out`` exists: that may be a mount point, or the only place
+    where this user may write.
+    """
+    out = Path(os.path.abspath(out))  # "." has no name
+    inside = out.is_dir()
+    partial = out / _PARTIAL if inside else out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
+        if inside:
+            # config.json last: without it nobody takes the directory for a checkpoint.
+            for path in sorted(partial.iterdir(), key=lambda path: (path.name == "config.json", path.name)):
+                path.rename(out / path.name)
+        else:
+            partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -83,8 +95,9 @@ def header_bytes(tensors: Sequence[TensorInfo], file: FileInfo) -> bytes:
 
 
 def write_index(out: Path, catalog: Catalog, weight_map: Mapping[str, str]) -> None:
-    """The index of a sharded checkpoint: the source's own where it still says the truth, else a new one."""
-    if len(set(weight_map.values())) < 2:
+    """The index: the source's own where it still says the truth, else a new one.  ``model.safetensors`` alone needs none; a
+    single file of any other name is not found without."""
+    if set(weight_map.values()) == {"model.safetensors"}:
         return
     source = Path(catalog.directory) / _INDEX
     if source.exists() and all(f.format == "safetensors" for f in catalog.files):
@@ -107,5 +120,4 @@ def copy_companions(catalog: Catalog, out: Path) -> None:
 
 
 def _dense_bytes(tensor: TensorInfo) -> int:
-
     return prod(tensor.shape) * bits_of(tensor.dtype) // 8

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,12 +26,13 @@ from rtp_llm.loader.finish import finish
 from rtp_llm.loader.memory import PeakMeter
 from rtp_llm.loader.placement import allocate
 from rtp_llm.loader.report import LoadReport
+from rtp_llm.loader.sameness import content_lines
 from rtp_llm.loader.stages import MakingPlacement
 from rtp_llm.loader.verify import verify
 from rtp_llm.models.family import Family
 from rtp_llm.parallel.watch import Watch
 from rtp_llm.parallel.world import World, agree, join_world
-from rtp_llm.plan.plan import LoadPlan
+from rtp_llm.plan.plan import LoadPlan, digest
 from rtp_llm.transport.fastsafetensors.failure import FastsafetensorsFailure
 from rtp_llm.transport.interface import Moved, Progress, Quiet
 from rtp_llm.transport.policy import SCRATCH
@@ -114,7 +116,8 @@ def _load(
         plan = drafted.plan
         plan.raise_for_problems()
     with clock.phase("agree"):
-        agree(watch, plan.digest, plan.agreement_lines)
+        content = tuple(content_lines(drafted.catalog, drafted.raw_config)) if world.size > 1 else ()
+        agree(watch, digest(iter((plan.digest, *content))), lambda: chain(plan.agreement_lines(), content))
     with clock.phase("choose"):
         chosen = choose(drafted, device, load, world, watch)
     with PeakMeter(device) as meter:

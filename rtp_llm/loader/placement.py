@@ -19,7 +19,9 @@ def allocate(model: nn.Module, plan: LoadPlan, device: torch.device) -> dict[str
     params: dict[str, nn.Parameter] = {}
     for spec in plan.params:
         prefix, _, attribute = spec.name.rpartition(".")
-        memory = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+        # An inference tensor could not be written by the reader threads, which have a mode of their own.
+        with torch.inference_mode(False):
+            memory = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
         params[spec.name] = nn.Parameter(memory, requires_grad=False)
         setattr(model.get_submodule(prefix), attribute, params[spec.name])
     for name, fill in plan.fills:
@@ -33,15 +35,15 @@ class Placement:
     def __init__(self, params: dict[str, nn.Parameter]) -> None:
         self._memory = {name: parameter.data for name, parameter in params.items()}
 
-    def direct(self, part: Delivery) -> memoryview | None:
-        """The bytes of the only target, where the file's bytes are its bytes: on the CPU, contiguous, same dtype, and
-        no op that moves elements."""
+    def direct(self, part: Delivery) -> torch.Tensor | None:
+        """The memory of the only target, where the file's bytes are its bytes: contiguous, same dtype, and no op that
+        moves elements."""
         if len(part.targets) != 1 or not part.passes or not part.verbatim:
             return None
         place = self._place(part.targets[0].param, part.targets[0].box)
-        if place.device.type != "cpu" or not place.is_contiguous() or str(place.dtype) != f"torch.{part.stored_dtype}":
+        if not place.is_contiguous() or str(place.dtype) != f"torch.{part.stored_dtype}":
             return None
-        return place.reshape(-1).view(torch.uint8).numpy().data
+        return place.reshape(-1).view(torch.uint8)
 
     def place(self, part: Delivery, content: torch.Tensor) -> None:
         """Writes ``content`` (the raw box, in the stored dtype) to all targets; see :meth:`place_all`."""

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from rtp_llm.checkpoint.torch_file import nesting_keys
 from rtp_llm.errors import Problem, TransportError
 from rtp_llm.plan.boxes import Box, view, whole
 from rtp_llm.plan.plan import Delivery, LoadPlan
@@ -69,6 +70,8 @@ def _opened(path: str, format: str) -> Iterator[Callable[[str], torch.Tensor]]:
     """A function that gets a tensor of the file by name."""
     if format == "torch":
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        for key in nesting_keys(state):
+            state = state[key]
         yield state.__getitem__
         return
     with safe_open(path, framework="pt", device="cpu") as file:

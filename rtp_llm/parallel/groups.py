@@ -9,6 +9,8 @@ for all tokens, and one all-reduce over all ranks makes the whole sum.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +20,7 @@ from rtp_llm.config.parallel import ParallelConfig
 from rtp_llm.errors import ParallelError, Problem
 from rtp_llm.parallel.experts import Ownership
 from rtp_llm.parallel.faults import ParallelFault
+from rtp_llm.parallel.watch import broken
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,9 @@ class TensorParallel:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place; returns ``tensor``."""
         if self.size > 1:
-            dist.all_reduce(tensor, group=self._ready())
+            group = self._ready()
+            with _together(self):
+                dist.all_reduce(tensor, group=group)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -54,8 +59,26 @@ class TensorParallel:
         if self.size == 1:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self._ready())
+        group = self._ready()
+        with _together(self):
+            dist.all_gather(parts, tensor.contiguous(), group=group)
         return torch.cat(parts, dim=-1)
+
+
+@contextmanager
+def _together(tp: TensorParallel) -> Iterator[None]:
+    """Around a collective: a peer that is gone is the launch's trouble, not a defect of this program.
+
+    Raises:
+        ParallelError: ``RANK_LOST``, with what the back end says.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo has no exception of its own, but it names its source file.
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise ParallelError(broken(tp.rank, tp.size, str(error))) from error
+        raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+# Not re: a match can be given a time limit.  It is one of transformers' own requirements.
 import regex  # type: ignore[import-untyped]
 
 from rtp_llm.errors import Problem

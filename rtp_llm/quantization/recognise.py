@@ -128,6 +128,7 @@ def recognise(declared: Declared, modules: Mapping[str, Module], linear: Collect
     for slot, module in modules.items():
         quantised = module.quantised()
         if slot not in linear:
+            found.matched.update(declared.excluded.matching(module.raw))
             if quantised:
                 what = "is quantised, and its layer is of a kind that cannot be"
                 found.problems.append(_problem(module, Finding(QuantFault.UNSUPPORTED_LAYER, "", what, "a plain weight", _kinds(module))))

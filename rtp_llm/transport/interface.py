@@ -14,9 +14,11 @@ from rtp_llm.plan.plan import Delivery, LoadPlan
 class Sink(Protocol):
     """Where bytes go.  Called from several threads, for disjoint places; it alone writes parameters."""
 
-    def direct(self, part: Delivery) -> memoryview | None:
-        """The final place of ``part`` as writable host memory, if its bytes, as they stand in the file, belong there
-        end to end; None where they have to go through :meth:`place`."""
+    def direct(self, part: Delivery) -> torch.Tensor | None:
+        """The final place of ``part`` as flat ``uint8`` memory on its device, if its bytes, as they stand in the file,
+        belong there end to end; None where they have to go through :meth:`place`.
+
+        Whoever takes it writes all of it."""
 
     def place(self, part: Delivery, content: torch.Tensor) -> None:
         """Puts ``content``, the raw tensor's ``part.raw_box`` in its stored dtype, into all of the part's targets.

@@ -145,14 +145,14 @@ def _cheaper(facts: Facts) -> tuple[str, str]:
 
 
 def _seconds(facts: Facts, method: str, times: float) -> float:
-    """Seconds to read the checkpoint ``times`` over.
+    """Seconds to read the checkpoint, if what is fetched is ``times`` its size.
 
-    Local: what one rank has read from its host's disk the others find in the page cache.  Network: ranks read at the same
-    time, from the same servers, and each is served for itself.
+    Local: what one rank has read from its host's disk the others find in the page cache, from which each copies no more
+    than it needs.  Network: ranks read at the same time, from the same servers, and each is served for itself.
     """
     rates = _LOCAL[method]
     cold = facts.bytes_cold * times / _NETWORK_COLD if facts.network else facts.bytes_cold / rates.cold
-    return cold + facts.bytes_warm * times / rates.warm
+    return cold + facts.bytes_warm / rates.warm
 
 
 def _ways(facts: Facts, capabilities: Capabilities) -> tuple[str, ...]:

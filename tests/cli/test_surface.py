@@ -11,7 +11,7 @@ from tests.support.paths import ROOT
 
 _COMMON = "--json --debug"
 _LOADING = (
-    "--load_method --device --dtype --quantization --reader_threads --buffer_mib --progress/--no_progress --timeout_s"
+    "--load_method --device --dtype --quantization --reader_threads --buffer_mib --read_gap_kib --progress/--no_progress --timeout_s"
     " --stacked_moe_mode --fastsafetensors_config --fastsafetensors_config_json"
     " --fastsafetensors_nogds/--no_fastsafetensors_nogds --fastsafetensors_odirect"
     " --tp_size --ep_size --eplb"

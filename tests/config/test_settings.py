@@ -24,6 +24,7 @@ EXAMPLES: dict[str, tuple[str, Any, tuple[str, ...], tuple[Any, ...]]] = {
     "dtype": ("bfloat16", "bfloat16", ("bf16", "int8"), (None, 16)),
     "quantization": ("fp8", "fp8", ("bitsandbytes", "FP8", "inline", "none"), ("bitsandbytes", 8, True)),
     "reader_threads": ("4", 4, ("-1", "257", "4.0", "1_0", "٣", "four"), (True, 4.0, "4", None)),
+    "read_gap_kib": ("0", 0, ("-1", "65537", "1KiB"), (False, None)),
     "buffer_mib": ("32", 32, ("0", "4097", "16MiB"), (False, None)),
     "verify": ("1", True, ("2", "ja"), (1, None, "1")),
     "progress": ("0", False, ("-", "never"), (0, None)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from rtp_llm import LoadConfig, ParallelConfig, export_checkpoint, load_model
 from rtp_llm.errors import ConfigError, PlanError
@@ -86,6 +88,31 @@ def test_torch_files_become_safetensors(tmp_path: Path) -> None:
     with safe_open(out / "model.safetensors", "pt") as file:
         assert set(file.keys()) == set(tensors)
         assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in tensors.items())
+
+
+def test_one_file_with_an_unusual_name_keeps_its_index(tmp_path: Path) -> None:
+    """A checkpoint of one shard comes back with its index, without which transformers does not find the file."""
+    source = save_tiny_llama(tmp_path / "source")
+    name = "model-00001-of-00001.safetensors"
+    (source / "model.safetensors").rename(source / name)
+    weight_map = dict.fromkeys(load_file(source / name), name)
+    (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert digests(export_checkpoint(load_model(source, load=CPU), tmp_path / "out")) == digests(source)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_an_empty_directory_is_written_to_from_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory and other empty directories, which may be mount points: they stay the directories they are, and what an export
+    that was killed has left there is no obstacle."""
+    source = save_tiny_llama(tmp_path / "source")
+    out = tmp_path / "out"
+    (out / ".partial").mkdir(parents=True)
+    (out / ".partial" / "model.safetensors").write_text("cut")
+    identity = out.stat().st_ino
+    monkeypatch.chdir(out)
+    export_checkpoint(load_model(source, load=CPU), ".")
+    assert digests(out) == digests(source) and out.stat().st_ino == identity
+    assert not (out / ".partial").exists() and not list(tmp_path.glob(".*"))
 
 
 def test_tensors_outside_the_index_are_left_out(tmp_path: Path) -> None:

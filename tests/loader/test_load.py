@@ -57,6 +57,17 @@ def test_verify_accepts_a_right_load_at_every_rank(sharded: Path, dtype: str, bu
             assert loaded.report.verified and loaded.report.verified >= len(loaded.plan.params)
 
 
+@pytest.mark.parametrize("key", [None, "state_dict", "model"])
+def test_verify_of_torch_files(tmp_path: Path, key: str | None) -> None:
+    """A state dict as it is, and inside of what a training script saves beside it."""
+    directory = save_tiny_llama(tmp_path / "bin")
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    torch.save(tensors if key is None else {key: tensors, "epoch": 3}, directory / "pytorch_model.bin")
+    loaded = load_model(directory, load=LoadConfig(device="cpu", verify=True))
+    assert loaded.report.verified == len(tensors)
+
+
 def test_verify_finds_one_changed_bit(sharded: Path) -> None:
     """The check is of values: one flipped bit in one weight is found and named."""
     loaded = load_model(sharded, load=CPU)

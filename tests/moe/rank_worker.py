@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rtp_llm import ParallelConfig, export_checkpoint, load_model
+from rtp_llm import LoadConfig, ParallelConfig, export_checkpoint, load_model
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,26 @@ class Reads:
 
 def logits(
     jobs: list[tuple[str, Shape]], ids: torch.Tensor, steps: list[int], device: str = "cpu"
-) -> list[tuple[torch.Tensor, torch.Tensor, int, int]]:
-    """For each checkpoint and shape the logits of one pass and of one in ``steps`` with a cache, bytes planned and read."""
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each checkpoint and shape the logits of one pass, and of one in ``steps`` with a cache."""
     results = []
     for folder, shape in jobs:
-        with Reads() as reads:
-            loaded = load_model(folder, device=device, parallel=shape.place())
+        loaded = load_model(folder, device=device, parallel=shape.place())
         model, there = loaded.model, ids.to(loaded.device)
         with torch.inference_mode():
             cache = model.new_cache(len(ids), ids.shape[1])
             stepped = torch.cat([model(part, cache) for part in there.split(steps, dim=1)], dim=1)
-            results.append((model(there).cpu(), stepped.cpu(), loaded.plan.bytes_read, reads.nbytes))
+            results.append((model(there).cpu(), stepped.cpu()))
+    return results
+
+
+def counted(jobs: list[tuple[str, Shape]], read_gap_kib: int) -> list[tuple[int, int]]:
+    """For each checkpoint and shape the bytes that a load planned to read, and those that the system was asked for."""
+    results = []
+    for folder, shape in jobs:
+        with Reads() as reads:
+            loaded = load_model(folder, device="cpu", parallel=shape.place(), load=LoadConfig(read_gap_kib=read_gap_kib))
+        results.append((loaded.plan.bytes_read, reads.nbytes))
     return results
 
 

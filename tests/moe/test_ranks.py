@@ -12,7 +12,7 @@ import torch
 from rtp_llm import ParallelConfig, build_plan, load_model
 from rtp_llm.checkpoint import TensorInfo, read_catalog
 from tests.models.reference import distance, token_ids
-from tests.moe.rank_worker import Shape, logits
+from tests.moe.rank_worker import Shape, counted, logits
 from tests.moe.variants import VARIANTS, make
 from tests.support.ranks import run_ranks
 
@@ -37,7 +37,7 @@ def expert_count(variant: str) -> int:
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_compute_what_one_computes(size: int, tmp_path: Path) -> None:
     """TP 2, EP 2, EP 4, TP 2 x EP 2, and EPLB with copies of experts (on several ranks and twice on one): logits differ by less
-    than 1e-4 from one rank's, are the same on all ranks to the last bit, and each rank reads just the bytes that it planned."""
+    than 1e-4 from one rank's, and are the same on all ranks to the last bit."""
     ids, jobs = token_ids(), []
     for variant in VARIANTS:
         folder = tmp_path / variant
@@ -53,11 +53,10 @@ def test_ranks_compute_what_one_computes(size: int, tmp_path: Path) -> None:
         folder, shape = job
         with torch.inference_mode():
             alone = load_model(folder, device="cpu").model(ids)
-        for whole, stepped, planned, read in ranks:
+        for whole, stepped in ranks:
             assert distance(whole, alone) < 1e-4, job
             assert distance(stepped, alone) < 1e-4, job
             assert torch.equal(whole, ranks[0][0]), job
-            assert read == planned, job
 
 
 def is_expert(tensor: TensorInfo) -> bool:
@@ -81,6 +80,28 @@ def test_a_rank_reads_the_bytes_of_its_experts(ranks: int, published: bool, tmp_
         assert not plan.problems
         assert share <= plan.bytes_read - rest <= 1.02 * share
         assert plan.bytes_resident == plan.bytes_read
+
+
+@pytest.mark.parametrize("read_gap_kib", [0, 128])
+def test_processes_read_the_bytes_of_their_experts(tmp_path: Path, read_gap_kib: int) -> None:
+    """Counted at the system call, in four real processes: what a rank reads is what it planned, within 1.02: over EP always;
+    with TP inside an expert where gaps are not read past, and else no more than its group's experts."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 160, "num_experts": 8, "num_hidden_layers": 2}
+    jobs = []
+    for published in (True, False):
+        folder = tmp_path / str(published)
+        make("qwen3_moe", folder, published=published, **sizes)
+        (tmp_path / "eplb.json").write_text('{"phy2log": [7, 1, 2, 2, 3, 4, 5, 6, 0, 3, 1, 0]}')
+        jobs += [(str(folder), shape) for shape in (Shape(1, 4), Shape(2, 2), Shape(1, 4, str(tmp_path / "eplb.json")))]
+    results = run_ranks(4, counted, jobs, read_gap_kib, timeout=120)
+    for (folder, shape), *ranks in zip(jobs, *(result.value for result in results), strict=True):
+        tensors = read_catalog(folder).tensors
+        experts = sum(t.nbytes for t in tensors if is_expert(t))
+        rest = sum(t.nbytes for t in tensors if not is_expert(t))
+        assert experts > 4 * rest
+        for planned, read in ranks:
+            exact = shape.tp_size == 1 or not read_gap_kib
+            assert planned <= read <= 1.02 * (planned if exact else rest + experts // shape.ep_size), (folder, shape)
 
 
 def test_copies_are_read_once(tmp_path: Path) -> None:

@@ -62,15 +62,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(variant: str, folder: Path, *, dtype: torch.dtype = torch.float32, published: bool = True) -> PreTrainedModel:
-    """A random model, saved in ``folder`` in the published spelling or in that which transformers has in memory (stacked).
+def make(variant: str, folder: Path, *, dtype: torch.dtype = torch.float32, published: bool = True, **sizes: int) -> PreTrainedModel:
+    """A random model, saved in ``folder`` in the published spelling or in that which transformers has in memory (stacked);
+    ``sizes`` go before the variant's own.
 
     Routers are drawn far apart, so that rounding does not change which experts are chosen; correction biases are not zero
     and stay float32, as transformers keeps them.
     """
     family, options = VARIANTS[variant]
     config_class, model_class = FAMILIES[family]
-    model = model_class(config_class(**{**_COMMON, **options})).eval()
+    model = model_class(config_class(**{**_COMMON, **options, **sizes})).eval()
     randomise(model)
     generator = torch.Generator().manual_seed(2)
     model = model.to(dtype)

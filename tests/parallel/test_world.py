@@ -51,6 +51,21 @@ def test_another_checkpoint_on_one_of_four_ranks(checkpoint: str, tmp_path: Path
         assert "its plan is not that of rank 0" in result.stderr and "model.safetensors" in result.stderr
 
 
+def test_a_checkpoint_with_the_same_headers_on_one_rank(checkpoint: str, tmp_path: Path) -> None:
+    """Weights of the same names, shapes and files but other values, or another config.json: refused, not mixed."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    other = save_tiny_llama(tmp_path / "other", shard="40KB", seed=1, **sizes)
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(2, workers.load_or_say, [checkpoint, str(other)])
+    for result in caught.value.results:
+        assert "RANKS_DISAGREE" in result.stderr and "content of model-" in result.stderr, str(result)
+    scaled = save_tiny_llama(tmp_path / "scaled", shard="40KB", rms_norm_eps=0.1, **sizes)
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(2, workers.load_or_say, [checkpoint, str(scaled)])
+    for result in caught.value.results:
+        assert "RANKS_DISAGREE" in result.stderr and "config.json" in result.stderr, str(result)
+
+
 def test_a_bad_file_on_one_rank_is_everyones_error(checkpoint: str, tmp_path: Path) -> None:
     """A rank that finds no checkpoint makes the others fail with its message, not with a time-out."""
     with pytest.raises(RanksFailed) as caught:
@@ -71,6 +86,14 @@ def test_one_of_four_dies(checkpoint: str, tmp_path: Path, way: str, reason: str
             assert reason in result.stderr and "rank 2" in result.stderr, str(result)
             assert float((tmp_path / str(result.rank)).read_text()) - died < 10
     assert isinstance(caught.value, RanksTimedOut) == (way == "frozen")
+
+
+def test_a_rank_that_dies_during_a_forward_pass(checkpoint: str) -> None:
+    """The others' collective ends with the group's error, not with one that looks like a defect."""
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(2, workers.answer_while_one_dies, checkpoint, timeout=40)
+    survivor = caught.value.results[0]
+    assert survivor.returncode == 2 and "RANK_LOST" in survivor.stderr, str(survivor)
 
 
 def test_launcher_variables_that_are_not_numbers() -> None:

@@ -103,3 +103,16 @@ def load_while_one_dies(path: str, way: str, marks: str) -> None:
     except RtpLlmError as error:
         Path(marks, os.environ["RANK"]).write_text(str(time.time()))
         say(error)
+
+
+def answer_while_one_dies(path: str) -> None:
+    """Rank 1 is killed between two forward passes."""
+    model = load_model(path, load=SETTINGS).model
+    model(torch.tensor([[1, 2, 3]]))
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            model(torch.tensor([[1, 2, 3]]))
+    except RtpLlmError as error:
+        say(error)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from rtp_llm.plan.boxes import Box, view
-from rtp_llm.transport.scratch.blocks import MAX_GAP, MAX_RUNS, blocks
+from rtp_llm.transport.scratch.blocks import MAX_RUNS, Block, Comb, work_of
 from tests.transport.test_scratch import Collect, deliver, plan_for
 
 MIB = 1 << 20
@@ -66,19 +66,34 @@ def test_columns_are_read_by_few_calls(tmp_path: Path, monkeypatch: pytest.Monke
     assert moved.bytes_read == sum(calls.sizes) == 2000 * 128 + (2000 - 4) * 128
 
 
-def test_wide_gaps_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns of rows longer than the read-ahead window cost a call each, and no byte more than the plan says."""
-    columns = MAX_GAP // 4 + 100
-    tensor = torch.randn(5, columns)
-    save_file({"t": tensor, "u": torch.ones(3)}, tmp_path / "model.safetensors")
-    plan = plan_for(tmp_path, {"t": ((0, 5), (0, 10)), "u": ((0, 3),)})
+@pytest.mark.parametrize("gap", [0, 199, 200])
+def test_how_wide_a_gap_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gap: int) -> None:
+    """Columns whose rows are 200 bytes apart: with a smaller limit they cost a call each, and no byte more than the plan says."""
+    tensor = torch.randn(5, 60)
+    save_file({"t": tensor}, tmp_path / "model.safetensors")
+    plan = plan_for(tmp_path, {"t": ((0, 5), (0, 10))})
+    calls = Calls()
+    monkeypatch.setattr(os, "preadv", calls)
+    sink = Collect(plan, direct=True)
+    moved = deliver(plan, tmp_path, sink, MIB, threads=1, most_gap=gap)
+    assert torch.equal(sink.memory["t"], tensor[:, :10])
+    assert moved.bytes_read == sum(calls.sizes) == 5 * 40 + (4 * 200 if gap == 200 else 0)
+    assert len(calls.sizes) == (1 if gap == 200 else 5)
+
+
+def test_other_tensors_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other tensor of a file, as a rank wants its experts: what lies between is read only up to 2 % of what is wanted."""
+    tensors = {f"t{i:02}": torch.randn(100 if i % 2 else 1 + i) for i in range(40)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    boxes = {name: ((0, len(t)),) if len(t) == 100 else ((0, 0),) for name, t in tensors.items()}
+    plan = plan_for(tmp_path, boxes)
     calls = Calls()
     monkeypatch.setattr(os, "preadv", calls)
     sink = Collect(plan, direct=True)
     moved = deliver(plan, tmp_path, sink, MIB, threads=1)
-    assert torch.equal(sink.memory["t"], tensor[:, :10])
-    assert moved.bytes_read == moved.bytes_placed == sum(calls.sizes) == 5 * 40 + 12
-    assert len(calls.sizes) == 6
+    assert all(torch.equal(sink.memory[name], t) for name, t in tensors.items() if len(t) == 100)
+    assert sum(calls.sizes) == moved.bytes_read <= 1.02 * plan.bytes_read
+    assert 1 < len(calls.sizes) < 20  # the narrow gaps are read past, the wide ones are not
 
 
 @pytest.mark.parametrize("most", [1, 7, 100])
@@ -94,11 +109,16 @@ def test_calls_that_the_kernel_cuts_short(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(torch.equal(sink.memory[name], view(t, boxes[name]) if boxes[name] else t) for name, t in tensors.items())
 
 
-def test_blocks_fit_the_staging_buffer(tmp_path: Path) -> None:
-    """However many parts a block has, padded for alignment it needs no more than the buffer."""
-    tensors = {f"t{i:03}": torch.zeros(1 + i % 50) for i in range(300)}
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("most", [256, 1000, 100_000])
+def test_work_fits_the_staging_buffer(tmp_path: Path, direct: bool, most: int) -> None:
+    """Whatever its kind, a piece of work needs no more than the buffer (padding for alignment included), and together the
+    pieces are what the plan reads."""
+    tensors = {f"t{i:03}": torch.zeros(1 + i % 50) for i in range(300)} | {"big": torch.zeros(40, 30), "columns": torch.zeros(40, 30)}
     save_file(tensors, tmp_path / "model.safetensors")
-    plan = plan_for(tmp_path, whole(tensors))
-    found = list(blocks(plan, 1000))
-    assert all(block.staged <= 1000 for block in found)
-    assert sum(block.nbytes for block in found) == plan.bytes_read
+    plan = plan_for(tmp_path, whole(tensors) | {"columns": ((0, 40), (3, 13))})
+    found = list(work_of(plan, Collect(plan, direct).direct, most, 1 << 17))
+    assert all((piece.staged if isinstance(piece, Block) else piece.nbytes) <= most for piece in found)
+    assert sum(piece.nbytes for piece in found) == plan.bytes_read
+    kinds = {type(piece) for piece in found}
+    assert Block in kinds and (Comb in kinds) == direct

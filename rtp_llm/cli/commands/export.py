@@ -28,7 +28,7 @@ Examples:
 @click.pass_context
 def export(context: click.Context, /, checkpoint: str, out: str, **flags: Any) -> int:
     """Load CKPT and write the model's weights back, unsharded and under their first names, into the directory OUT."""
-    loaded, _ = load_for(context, checkpoint, flags, lambda: None, lambda load: _exact(load, checkpoint))
+    loaded, _ = load_for(context, checkpoint, flags, lambda: _prepare(checkpoint, out), lambda load: _exact(load, checkpoint))
 
     from rtp_llm.loader import export_checkpoint
 
@@ -40,6 +40,13 @@ def export(context: click.Context, /, checkpoint: str, out: str, **flags: Any) -
         rows: list[tuple[str, object]] = [("exported to", out), *((name, size(nbytes)) for name, nbytes in sizes.items())]
         output.emit(document, lambda: pairs(rows))
     return 0
+
+
+def _prepare(checkpoint: str, out: str) -> None:
+    """Refuses a directory that cannot be written to before minutes are spent on loading."""
+    from rtp_llm.loader.files_out import check_room
+
+    check_room(Path(out), checkpoint, 0)
 
 
 def _exact(load: LoadConfig, checkpoint: str) -> LoadConfig:

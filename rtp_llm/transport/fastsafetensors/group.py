@@ -9,6 +9,7 @@ depends on what a rank keeps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,12 @@ from rtp_llm.parallel.world import World, agree, meeting
 from rtp_llm.plan.plan import LoadPlan, digest
 from rtp_llm.transport.fastsafetensors.failure import FastsafetensorsFailure, Witness
 from rtp_llm.transport.fastsafetensors.hand import Hand
-from rtp_llm.transport.fastsafetensors.local import Ending, Means, settled
-from rtp_llm.transport.fastsafetensors.pipeline import ChunkReader
+from rtp_llm.transport.fastsafetensors.local import Ending, Means, open_chunks, settled
 from rtp_llm.transport.fastsafetensors.sequence import Chunk, Message, agreement_lines, resident_chunks
 from rtp_llm.transport.interface import Moved, Progress, Sink
+
+if TYPE_CHECKING:
+    from rtp_llm.transport.fastsafetensors.pipeline import ChunkReader
 
 _READ, _FAILED = 1, 0
 
@@ -69,12 +72,9 @@ class GroupTransport:
         return agreement_lines(self._order, self._terms)
 
     def _open(self, witness: Witness) -> tuple[ChunkReader | None, str]:
-        means = self._means
         try:
             # Without overlap: a chunk is handed out when it has been read whole, and not when reading it may yet fail.
-            return ChunkReader(
-                means.config, means.device, self._own, means.directory, means.direct, witness, threads=means.threads, overlap=False
-            ), ""
+            return open_chunks(self._means, self._own, witness, overlap=False), ""
         except FastsafetensorsFailure as failure:
             return None, str(failure)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,9 @@ from rtp_llm.transport.fastsafetensors.failure import FastsafetensorsFailure, Wi
 from rtp_llm.transport.fastsafetensors.hand import Hand
 from rtp_llm.transport.fastsafetensors.sequence import Chunk, resident_chunks
 from rtp_llm.transport.interface import Moved, Progress, Sink
+
+if TYPE_CHECKING:
+    from rtp_llm.transport.fastsafetensors.pipeline import ChunkReader
 
 _log = logging.getLogger("rtp_llm.transport")
 
@@ -36,6 +40,17 @@ def settled(device: torch.device) -> None:
     """Waits for the work queued on the current stream: what was borrowed for it may be given back."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def open_chunks(means: Means, chunks: Sequence[Chunk], witness: Witness, *, overlap: bool) -> ChunkReader:
+    """A reader of ``chunks``; with ``overlap`` it hands out the beginning of a chunk while the rest is still being read."""
+    with witness.watching():
+        # Imported only here: the package is there because the probe has found it.
+        from rtp_llm.transport.fastsafetensors.pipeline import ChunkReader
+
+        return ChunkReader(
+            means.config, means.device, chunks, means.directory, means.direct, witness, threads=means.threads, overlap=overlap
+        )
 
 
 class Ending:
@@ -76,14 +91,10 @@ class LocalTransport:
         return resident_chunks([chunk.nbytes for chunk in self._chunks], self._means.config.depth)
 
     def deliver(self, plan: LoadPlan, sink: Sink, progress: Progress, check: Callable[[], None]) -> Moved:
-        from rtp_llm.transport.fastsafetensors.pipeline import ChunkReader
-
         means = self._means
         hand = Hand(plan, sink, means.device)
         witness = Witness(means.directory, plan.files)
-        reader = ChunkReader(
-            means.config, means.device, self._chunks, means.directory, means.direct, witness, threads=means.threads, overlap=True
-        )
+        reader = open_chunks(means, self._chunks, witness, overlap=True)
         with Ending(reader.close, witness):
             while (item := reader.next()) is not None:
                 check()

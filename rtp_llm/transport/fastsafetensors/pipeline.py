@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from fastsafetensors.parallel_loader import PipelineParallel
 from rtp_llm.transport.fastsafetensors.config import EffectiveConfig
 from rtp_llm.transport.fastsafetensors.failure import Witness
 from rtp_llm.transport.fastsafetensors.sequence import Chunk, Message
+
+_log = logging.getLogger("rtp_llm.transport")
 
 _FRAMEWORK = "pytorch"
 #: Loaders of the package whose copier is named like them.
@@ -111,6 +114,13 @@ def _choosing(construct: Callable[..., Any], direct: Mapping[str, bool]) -> Call
     return make
 
 
+class Pipeline(PipelineParallel):  # type: ignore[misc]  # the package ships no types
+    """The package's pipeline, speaking through the log: it prints on stdout, where a program reads JSON."""
+
+    def _log_message(self, message: str, is_error: bool = False) -> None:
+        _log.debug("fastsafetensors: %s", message)
+
+
 class ChunkReader:
     """Reads chunks in order, some ahead, and hands out their messages as ``uint8`` tensors on the device.
 
@@ -136,19 +146,18 @@ class ChunkReader:
         def path_of(file: str) -> str:
             return os.path.join(directory, file)
 
-        with witness.watching():
-            by_path = {path_of(file): choice for file, choice in direct.items()}
-            self._loader = ChunkLoader(config, device, keyed, path_of, by_path, witness, threads)
-            self._pipeline = PipelineParallel(
-                pg=None,
-                loader=self._loader,
-                hf_weights_files=list(keyed),
-                queue_size=config.queue_size,
-                use_tqdm_on_load=False,
-                accumulate_resident=False,
-                borrowed_tensors=True,
-                overlap_io=overlap,
-            )
+        by_path = {path_of(file): choice for file, choice in direct.items()}
+        self._loader = ChunkLoader(config, device, keyed, path_of, by_path, witness, threads)
+        self._pipeline = Pipeline(
+            pg=None,
+            loader=self._loader,
+            hf_weights_files=list(keyed),
+            queue_size=config.queue_size,
+            use_tqdm_on_load=False,
+            accumulate_resident=False,
+            borrowed_tensors=True,
+            overlap_io=overlap,
+        )
         self._weights: Generator[tuple[str, Any], None, None] = self._pipeline.iterate_weights()
 
     def next(self) -> tuple[Message, torch.Tensor] | None:

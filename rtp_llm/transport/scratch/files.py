@@ -35,8 +35,9 @@ class Files:
             os.close(descriptor)
         self._open.clear()
 
-    def scatter(self, tensor: TensorInfo, start: int, buffers: list[memoryview]) -> None:
-        """Fills ``buffers`` one after another with the bytes of ``tensor``'s file from offset ``start``; at most 1,024.
+    def scatter(self, tensor: TensorInfo, start: int, buffers: list[memoryview], goal: int) -> None:
+        """Fills ``buffers``, at most 1,024 and ``goal`` bytes together, one after another with the bytes of ``tensor``'s file
+        from offset ``start``.
 
         ``tensor`` is what messages name: the first whose bytes are read.
 
@@ -44,9 +45,9 @@ class Files:
             TransportError: naming file and tensor, where the file ends early, has changed, or the system reports an
                 error.
         """
-        goal = sum(map(len, buffers))
         with _named(tensor, goal):
-            descriptor = self._descriptor(tensor.file)
+            # Reading a dictionary needs no lock; the first use of a file takes it.
+            descriptor = self._open.get(tensor.file) or self._descriptor(tensor.file)
             got = os.preadv(descriptor, buffers, start)
             while got < goal:
                 # The rest of a call that the kernel cut short: at 2 GiB, at a signal, or at the end of the file.
@@ -57,7 +58,7 @@ class Files:
 
     def read(self, tensor: TensorInfo, into: memoryview) -> None:
         """Fills ``into`` with all of a tensor's bytes."""
-        self.scatter(tensor, tensor.start, [into])
+        self.scatter(tensor, tensor.start, [into], tensor.nbytes)
 
     def _descriptor(self, name: str) -> int:
         with self._lock:

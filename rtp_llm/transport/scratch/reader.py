@@ -1,9 +1,9 @@
 """The own reader: threads that pread a plan's byte ranges straight into the final parameters.
 
-On the CPU a part whose bytes stand in the file as they stand in the parameter is read right into it: no buffer, no
-copy.  Everything else (another dtype, a permutation, a CUDA device) goes through one small staging buffer a thread
-(pinned, and two of them, for CUDA), which bounds host memory by ``threads * buffers * buffer_bytes`` whatever the
-model's size.  Only a tensor that an op cannot pass in parts is held whole, one a thread; the plan counts it.
+On the CPU bytes that stand in the file as they stand in the parameter are read right into it: no buffer, no copy.
+Everything else (another dtype, a permutation, a CUDA device) goes through one small staging buffer a thread (pinned, and
+two of them, for CUDA), which bounds host memory by ``threads * buffers * buffer_bytes`` whatever the model's size.  Only
+a tensor that an op cannot pass in parts is held whole, one a thread; the plan counts it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.plan.boxes import extent, view
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.transport.interface import Moved, Progress, Sink
-from rtp_llm.transport.scratch.blocks import MAX_GAP, MAX_RUNS, Block, Extent, blocks
+from rtp_llm.transport.scratch.blocks import MAX_OVERREAD, MAX_RUNS, Block, Comb, Extent, Stretch, work_of
 from rtp_llm.transport.scratch.files import Files
 from rtp_llm.transport.scratch.staging import Staging
 
@@ -29,19 +29,23 @@ _ONE_TRANSFER = 4
 
 
 class ScratchTransport:
-    """``deliver`` by ``threads`` reader threads with staging buffers of ``buffer_bytes`` each."""
+    """``deliver`` by ``threads`` reader threads with staging buffers of ``buffer_bytes`` each.
+
+    ``most_gap``: unwanted bytes between two wanted runs of a matrix that are read rather than skipped.
+    """
 
     name = "scratch"
 
-    def __init__(self, directory: str, device: torch.device, threads: int, buffer_bytes: int) -> None:
+    def __init__(self, directory: str, device: torch.device, threads: int, buffer_bytes: int, most_gap: int) -> None:
         self._directory, self._device = directory, device
-        self._threads, self._buffer_bytes = threads, buffer_bytes
+        self._threads, self._buffer_bytes, self._most_gap = threads, buffer_bytes, most_gap
 
     def deliver(self, plan: LoadPlan, sink: Sink, progress: Progress, check: Callable[[], None]) -> Moved:
-        work = _Work(plan, self._buffer_bytes)
+        work = _Work(work_of(plan, sink.direct, self._buffer_bytes, self._most_gap))
         with Files(self._directory, plan.files) as files, ThreadPoolExecutor(self._threads, "rtp_llm-read") as pool:
             readers = [
-                pool.submit(_Reader(files, sink, progress, self._device, self._buffer_bytes).run, work, check) for _ in range(self._threads)
+                pool.submit(_Reader(files, sink, progress, self._device, self._buffer_bytes, self._most_gap).run, work, check)
+                for _ in range(self._threads)
             ]
             _finish(readers, work)
         moved = [reader.result() for reader in readers]
@@ -54,7 +58,7 @@ class ScratchTransport:
 
 
 def _finish(readers: list[Future[Moved]], work: _Work) -> None:
-    """Waits for all readers; an error of one, or an interrupt here, stops the others at their next block."""
+    """Waits for all readers; an error of one, or an interrupt here, stops the others at their next piece of work."""
     try:
         done, _ = wait(readers, return_when=FIRST_EXCEPTION)
         for reader in done:
@@ -64,15 +68,15 @@ def _finish(readers: list[Future[Moved]], work: _Work) -> None:
 
 
 class _Work:
-    """The plan's blocks, handed out in file order to whoever asks next.
+    """Pieces of work, handed out in file order to whoever asks next.
 
     Each reader works within its context: one that leaves it with an error ends the work of all.
     """
 
-    def __init__(self, plan: LoadPlan, most_bytes: int) -> None:
+    def __init__(self, pieces: Iterator[Stretch | Comb | Block]) -> None:
         self._lock = threading.Lock()
         self._stopped = False
-        self._blocks: Iterator[Block] = blocks(plan, most_bytes)
+        self._pieces = pieces
 
     def __enter__(self) -> _Work:
         return self
@@ -81,9 +85,9 @@ class _Work:
         if error is not None:
             self.stop()
 
-    def next(self) -> Block | None:
+    def next(self) -> Stretch | Comb | Block | None:
         with self._lock:
-            return None if self._stopped else next(self._blocks, None)
+            return None if self._stopped else next(self._pieces, None)
 
     def stop(self) -> None:
         with self._lock:
@@ -93,60 +97,91 @@ class _Work:
 class _Reader:
     """One thread's loop."""
 
-    def __init__(self, files: Files, sink: Sink, progress: Progress, device: torch.device, buffer_bytes: int) -> None:
+    def __init__(self, files: Files, sink: Sink, progress: Progress, device: torch.device, buffer_bytes: int, most_gap: int) -> None:
         self._files, self._sink, self._progress = files, sink, progress
         self._device, self._buffer_bytes = device, buffer_bytes
-        self._scrap = memoryview(bytearray(MAX_GAP))
-        self._overread = 0
+        self._on_host = device.type == "cpu"
+        self._most_gap = most_gap
+        self._scrap = memoryview(bytearray(max(most_gap, int(MAX_OVERREAD * buffer_bytes))))
+        self._overread = self._copied = 0
 
     def run(self, work: _Work, check: Callable[[], None]) -> Moved:
-        placed = copied = 0
+        placed = 0
         with work, Staging(self._device, self._buffer_bytes) as staging:
-            while (block := work.next()) is not None:
+            while (piece := work.next()) is not None:
                 check()
-                direct = [self._sink.direct(e.part) for e in block.extents]
-                # Staged as a whole where any part has to be: mixed blocks are rare and small.
-                places = [place for place in direct if place is not None]
-                if len(places) == len(direct):
-                    self._read(block, places)
+                if isinstance(piece, Block):
+                    self._block(piece, staging)
+                elif self._on_host:
+                    self._fill(piece, piece.place.numpy().data[piece.at : piece.at + piece.nbytes], {})
                 else:
-                    with staging.buffer(block.staged) as buffer:
-                        self._stage(block, buffer)
-                    copied += block.nbytes
-                placed += block.nbytes
-                self._progress.advance(block.nbytes)
-        return Moved(placed + self._overread, copied, 0, placed)
+                    self._send(piece, staging)
+                placed += piece.nbytes
+                self._progress.advance(piece.nbytes)
+        return Moved(placed + self._overread, self._copied, 0, placed)
 
-    def _stage(self, block: Block, buffer: torch.Tensor) -> None:
-        """Reads a block into a staging buffer, and from there has it placed."""
+    def _send(self, piece: Stretch | Comb, staging: Staging) -> None:
+        """Reads into a pinned buffer and copies from there to the flat place on the device."""
+        with staging.buffer(piece.nbytes) as slot:
+            self._fill(piece, slot.bytes, slot.combs)
+            piece.place[piece.at : piece.at + piece.nbytes].copy_(slot.tensor[: piece.nbytes], non_blocking=True)
+        self._copied += piece.nbytes
+
+    def _fill(self, piece: Stretch | Comb, into: memoryview, combs: dict[tuple[int, int], list[memoryview]]) -> None:
+        """Reads a piece into the beginning of ``into``.  ``combs`` keeps the buffer lists of combs, which are the same for
+        every comb of one shape: making one takes longer than some reads."""
+        if isinstance(piece, Stretch):
+            self._files.scatter(piece.tensor, piece.start, [into[: piece.nbytes]], piece.nbytes)
+            return
+        length, gap = piece.length, piece.stride - piece.length
+        buffers = combs.get((length, gap), [])
+        if len(buffers) < 2 * piece.count:
+            scrap = self._scrap[:gap]
+            buffers = [b for run in range(piece.count) for b in (into[run * length : (run + 1) * length], scrap)]
+            combs[length, gap] = buffers
+        for run in range(0, piece.count, MAX_RUNS):
+            runs = min(MAX_RUNS, piece.count - run)
+            nbytes = runs * piece.stride - gap
+            self._files.scatter(piece.tensor, piece.start + run * piece.stride, buffers[2 * run : 2 * (run + runs) - 1], nbytes)
+            self._overread += (runs - 1) * gap
+
+    def _block(self, block: Block, staging: Staging) -> None:
+        if self._on_host and None not in block.places:
+            self._read(block, [place.numpy().data for place in block.places if place is not None])
+            return
+        # Staged as a whole where any part has to be: mixed blocks are rare and small.
         spans, at = [], 0
         for item in block.extents:
             spans.append((at, at + item.nbytes))
             at += item.staged
-        host = buffer.numpy().data
-        self._read(block, [host[a:b] for a, b in spans])
-        if self._device.type != "cpu" and len(spans) >= _ONE_TRANSFER:
-            buffer = buffer[:at].to(self._device, non_blocking=True)
-        self._sink.place_all([(e.part, as_stored(e.part, buffer[a:b])) for e, (a, b) in zip(block.extents, spans, strict=True)])
+        with staging.buffer(at) as slot:
+            self._read(block, [slot.bytes[a:b] for a, b in spans])
+            buffer = slot.tensor
+            if not self._on_host and len(spans) >= _ONE_TRANSFER:
+                buffer = buffer[:at].to(self._device, non_blocking=True)
+            self._sink.place_all([(e.part, as_stored(e.part, buffer[a:b])) for e, (a, b) in zip(block.extents, spans, strict=True)])
+        self._copied += block.nbytes
 
     def _read(self, block: Block, places: Sequence[memoryview]) -> None:
+        """Reads extents that follow each other by one call, or the runs of one extent."""
         if len(block.extents) == 1:
             self._read_runs(block.extents[0], places[0])
             return
+        first = block.extents[0].first
         buffers: list[memoryview] = []
-        at = block.extents[0].first
+        at = first
         for item, place in zip(block.extents, places, strict=True):
             if item.first > at:
                 buffers.append(self._scrap[: item.first - at])
                 self._overread += item.first - at
             buffers.append(place)
             at = item.stop
-        self._files.scatter(block.extents[0].part.tensor, block.extents[0].first, buffers)
+        self._files.scatter(block.extents[0].part.tensor, first, buffers, at - first)
 
     def _read_runs(self, item: Extent, place: memoryview) -> None:
         """Reads one part: in one call if it is one run, else a call for each group of runs with what lies between."""
         offsets, length, tensor = item.runs.offsets, item.runs.length, item.part.tensor
-        for first, last in _groups(offsets, length):
+        for first, last in _groups(offsets, length, self._most_gap):
             buffers = [place[first * length : (first + 1) * length]]
             for run in range(first + 1, last):
                 gap = offsets[run] - offsets[run - 1] - length
@@ -154,14 +189,14 @@ class _Reader:
                     buffers.append(self._scrap[:gap])
                     self._overread += gap
                 buffers.append(place[run * length : (run + 1) * length])
-            self._files.scatter(tensor, item.start + offsets[first], buffers)
+            self._files.scatter(tensor, item.start + offsets[first], buffers, offsets[last - 1] + length - offsets[first])
 
 
-def _groups(offsets: Sequence[int], length: int) -> Iterator[tuple[int, int]]:
+def _groups(offsets: Sequence[int], length: int, most_gap: int) -> Iterator[tuple[int, int]]:
     """Runs that one call reads, as (first, behind the last): until a gap too wide to be read, or too many buffers."""
     first = 0
     for run in range(1, len(offsets)):
-        if run - first == MAX_RUNS or not 0 <= offsets[run] - offsets[run - 1] - length <= MAX_GAP:
+        if run - first == MAX_RUNS or not 0 <= offsets[run] - offsets[run - 1] - length <= most_gap:
             yield first, run
             first = run
     yield first, len(offsets)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
 
 import torch
@@ -21,61 +22,73 @@ def staging_bytes(device_type: str, threads: int, buffer_bytes: int) -> int:
     return threads * buffer_bytes * (CUDA_BUFFERS if device_type == "cuda" else 1)
 
 
+@dataclass(slots=True)
+class Slot:
+    """A buffer: as a flat ``uint8`` tensor, as bytes to read into, and the lists of its parts that were read into before,
+    by (length of a run, gap)."""
+
+    tensor: torch.Tensor
+    event: torch.cuda.Event | None = None
+    bytes: memoryview = field(init=False)
+    combs: dict[tuple[int, int], list[memoryview]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.bytes = self.tensor.numpy().data
+
+
 class Staging:
-    """Hands out buffers, allocated on first use: a load that goes straight into parameters needs none."""
+    """Hands out buffers, allocated on first use: a load that goes straight into parameters needs none.
+
+    Within its context the thread's current stream is one of its own.
+    """
 
     def __init__(self, device: torch.device, buffer_bytes: int) -> None:
-        self._device, self._buffer_bytes = device, buffer_bytes
-        self._buffers: list[torch.Tensor] = []
-        self._events: list[torch.cuda.Event] = []
+        self._buffer_bytes = buffer_bytes
+        self._slots: list[Slot] = []
         self._pinned: list[_Pinned] = []
         self._turn = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._current = torch.cuda.stream(self._stream)  # does nothing for None
 
     def __enter__(self) -> Staging:
+        self._current.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._stream is not None:
             self._stream.synchronize()
-        self._buffers.clear()
+        self._current.__exit__(kind, error, trace)
+        self._slots.clear()
         for memory in self._pinned:
             memory.release()
 
     @contextmanager
-    def buffer(self, nbytes: int) -> Iterator[torch.Tensor]:
-        """A flat ``uint8`` buffer of at least ``nbytes`` whose earlier content has left it.  What is placed within the
-        context goes through this thread's stream, and may still be under way when the context ends."""
+    def buffer(self, nbytes: int) -> Iterator[Slot]:
+        """A buffer of at least ``nbytes`` whose earlier content has left it.  What is copied from it within the context goes
+        through the current stream, and may still be under way when the context ends."""
         if nbytes > self._buffer_bytes:
             # A tensor that is read whole: a buffer of its own, gone as soon as it is placed.
-            with self._on_stream():
-                yield torch.empty(nbytes, dtype=torch.uint8)
-                if self._stream is not None:
-                    self._stream.synchronize()
+            yield Slot(torch.empty(nbytes, dtype=torch.uint8))
+            if self._stream is not None:
+                self._stream.synchronize()
             return
-        buffer, event = self._next()
-        if event is not None:
-            event.synchronize()
-        with self._on_stream():
-            yield buffer
-            if event is not None:
-                event.record(self._stream)
+        slot = self._next()
+        if slot.event is not None:
+            slot.event.synchronize()
+        yield slot
+        if slot.event is not None:
+            slot.event.record(self._stream)
 
-    def _on_stream(self) -> torch.cuda.StreamContext:
-        return torch.cuda.stream(self._stream)  # None, for the CPU, makes it do nothing
-
-    def _next(self) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    def _next(self) -> Slot:
         cuda = self._stream is not None
-        if len(self._buffers) < (CUDA_BUFFERS if cuda else 1):
+        if len(self._slots) < (CUDA_BUFFERS if cuda else 1):
             if cuda:
                 self._pinned.append(_Pinned(self._buffer_bytes))
-                self._buffers.append(self._pinned[-1].tensor)
-                self._events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+                self._slots.append(Slot(self._pinned[-1].tensor, torch.cuda.Event()))  # type: ignore[no-untyped-call]
             else:
-                self._buffers.append(torch.empty(self._buffer_bytes, dtype=torch.uint8))
-        turn = self._turn % len(self._buffers)
-        self._turn += 1
-        return self._buffers[turn], self._events[turn] if cuda else None
+                self._slots.append(Slot(torch.empty(self._buffer_bytes, dtype=torch.uint8)))
+        self._turn = (self._turn + 1) % len(self._slots)
+        return self._slots[self._turn]
 
 
 class _Pinned:

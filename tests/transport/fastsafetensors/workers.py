@@ -1,0 +1,121 @@
+"""What processes of these tests run: a load that is looked at from within."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Records(logging.Handler):
+    """The log as (level, text)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append((record.levelname, record.getMessage()))
+
+
+def hide() -> Callable[[], None]:
+    """Makes the import system blind to the package, as where it is not installed; returns how to undo it."""
+    from importlib.machinery import PathFinder
+
+    find = PathFinder.find_spec
+    PathFinder.find_spec = classmethod(lambda cls, name, *rest: None if name == "fastsafetensors" else find(name, *rest))  # type: ignore[method-assign,assignment]
+    return lambda: setattr(PathFinder, "find_spec", find)
+
+
+def look_at_scratch() -> dict[str, Any]:
+    """Notes, when the scratch transport begins, what is left of an attempt by fastsafetensors."""
+    from rtp_llm.transport.scratch.reader import ScratchTransport
+
+    deliver = ScratchTransport.deliver
+    noted: dict[str, Any] = {}
+
+    def noting(self: ScratchTransport, *args: Any) -> Any:
+        package = sys.modules.get("fastsafetensors")
+        parallel = sys.modules.get("fastsafetensors.parallel_loader")
+        refs = getattr(package, "alive", None) or []
+        noted["seen"] = len(refs)
+        noted["alive"] = sum(ref() is not None for ref in refs)
+        noted["buffers"] = package.live_allocation_count() if package is not None and parallel is not None else 0
+        noted["threads"] = sum("_producer_worker" in t.name for t in threading.enumerate())
+        return deliver(self, *args)
+
+    ScratchTransport.deliver = noting  # type: ignore[method-assign]
+    return noted
+
+
+def load(directory: str, **settings: Any) -> dict[str, Any]:
+    """Loads in this process on the CPU, verified."""
+    from rtp_llm import LoadConfig, ParallelConfig, load_model
+
+    undo = hide() if settings.pop("hide", False) else None
+    sizes = {name: settings.pop(name) for name in ("tp_size", "tp_rank", "ep_size", "ep_rank") if name in settings}
+    records = Records()
+    logging.getLogger("rtp_llm").addHandler(records)
+    logging.getLogger("rtp_llm").setLevel(logging.INFO)
+    noted = look_at_scratch()
+    chosen = {"load_method": "fastsafetensors", "device": "cpu", "verify": True} | settings
+    model = load_model(directory, parallel=ParallelConfig(**sizes) if sizes else None, load=LoadConfig(**chosen))
+    if undo is not None:
+        undo()
+    logging.getLogger("rtp_llm").removeHandler(records)
+    return {"report": model.report.to_json(), "log": records.found, "at_scratch": noted}
+
+
+def rank_load(directory: str, faults: dict[str, Any], settings: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The same on one of several ranks, of which some may be unlike the others."""
+    rank = int(os.environ["RANK"])
+    settings = dict(settings or {})
+    if faults.get("broken_on") == rank:
+        sys.path.insert(0, faults["wheel"])
+    if faults.get("hidden_on") == rank:
+        hide()
+    if faults.get("budget_on") == rank:
+        settings["fastsafetensors_config_json"] = json.dumps({"device_memory_budget": 130_000})
+    return load(directory, **settings)
+
+
+def save_moe(directory: Path, variant: str = "qwen3_moe", *, published: bool = True, dtype: str = "float32") -> Path:
+    """A small model with experts, a tensor for each or all in one."""
+    import torch
+
+    from tests.moe.variants import make
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        make(variant, directory, published=published, dtype=getattr(torch, dtype))
+    return directory
+
+
+def forget() -> None:
+    """Forgets the package, and what was bound to it."""
+    for name in [n for n in sys.modules if n.split(".")[0] == "fastsafetensors" or n.endswith("fastsafetensors.pipeline")]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+def load_all(cases: dict[str, list[Any]]) -> dict[str, dict[str, Any]]:
+    """For each case a directory, a folder with a package or None, and settings; loaded one after another."""
+    found = {}
+    for name, (directory, wheel, settings) in cases.items():
+        forget()
+        sys.path[:0] = [wheel] if wheel else []
+        found[name] = load(directory, **settings)
+        if wheel:
+            sys.path.remove(wheel)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(load_all(json.loads(sys.argv[1]))))
