@@ -8,6 +8,7 @@ load("//bazel/pytest:defs.bzl", "pytest_suite")
 _SHARED = [
     "//tests/attacks:helpers",
     "//tests/models:helpers",
+    "//tests/moe:helpers",
     "//tests/support",
 ]
 
@@ -15,7 +16,8 @@ def _helpers():
     py_library(
         name = "helpers",
         testonly = True,
-        srcs = native.glob(["*.py"], exclude = ["test_*.py"]),
+        # test files too: some import from one another
+        srcs = native.glob(["*.py"]),
         visibility = ["//tests:__subpackages__"],
     )
 
