@@ -109,10 +109,10 @@ class _LinearSlots:
 
     def __init__(self, layers: Iterable[Quantisable]) -> None:
         self._own = {matrix.slot for layer in layers for matrices in layer.weights().values() for matrix in matrices}
-        self._experts = {_expert_template(slot) for slot in self._own if ".experts." in slot}
+        self._experts = {_without_expert(slot) for slot in self._own if ".experts." in slot}
 
     def __contains__(self, slot: object) -> bool:
-        return slot in self._own or (isinstance(slot, str) and ".experts." in slot and _expert_template(slot) in self._experts)
+        return slot in self._own or (isinstance(slot, str) and ".experts." in slot and _without_expert(slot) in self._experts)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._own)
@@ -121,7 +121,7 @@ class _LinearSlots:
         return len(self._own)
 
 
-def _expert_template(slot: str) -> tuple[str, str]:
+def _without_expert(slot: str) -> tuple[str, str]:
     """``layers.3.experts.17.gate`` without the expert's number."""
     before, _, rest = slot.partition(".experts.")
     return before, rest.partition(".")[2]

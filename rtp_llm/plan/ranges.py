@@ -11,43 +11,63 @@ from rtp_llm.plan.boxes import Box, Shape, extent, volume
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """A box of a contiguous tensor as equal runs of bytes: run ``i`` is ``[offsets[i], offsets[i] + length)``.
+    """A box of a contiguous tensor as equal runs of ``length`` bytes.
 
-    Offsets count from the tensor's first byte.  In the order of ``offsets`` the runs, laid end to end, are the box in
-    row-major order.
+    The first run begins ``first`` bytes behind the tensor's first byte; ``steps`` are the dimensions that repeat it,
+    outermost first, as (how often, bytes apart).  In that order the runs, laid end to end, are the box in row-major order.
     """
 
-    offsets: tuple[int, ...]
+    first: int
     length: int
+    steps: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many runs there are."""
+        return prod(times for times, _ in self.steps)
 
     @property
     def nbytes(self) -> int:
-        return len(self.offsets) * self.length
+        return self.count * self.length
+
+    @property
+    def stop(self) -> int:
+        """The offset behind the last byte of the last run."""
+        return self.first + sum((times - 1) * apart for times, apart in self.steps) + self.length
+
+    def offsets(self) -> list[int]:
+        """The offset of each run."""
+        offsets = [self.first]
+        for times, apart in self.steps:
+            offsets = [offset + apart * index for offset in offsets for index in range(times)]
+        return offsets
 
 
 def byte_runs(shape: Shape, box: Box, bits: int) -> Runs:
-    """The runs of ``box`` in a contiguous tensor of ``shape`` with ``bits`` for each element.
+    """The runs of ``box`` in a contiguous tensor of ``shape`` with ``bits`` for each element; of an empty box, one of no
+    bytes.
 
     Elements smaller than a byte must begin and end on whole bytes in the last dimension, else ``ValueError``.
     """
     if volume(box) == 0:
-        return Runs((), 0)
+        return Runs(0, 0)
     inner = len(shape)  # dimensions from here on are covered whole, so they are part of one run
     while inner > 0 and box[inner - 1] == (0, shape[inner - 1]):
         inner -= 1
     below = prod(shape[inner:])  # elements in one index of dimension inner - 1
     if inner == 0:
-        return Runs((0,), _bytes(below, bits))
+        return Runs(0, _bytes(below, bits))
     first, last = box[inner - 1]
-    length = _bytes((last - first) * below, bits)
-    offsets = [_bytes(first * below, bits)]
-    step = shape[inner - 1] * below
+    length, offset = _bytes((last - first) * below, bits), _bytes(first * below, bits)
+    steps: list[tuple[int, int]] = []
+    apart = shape[inner - 1] * below
     for dimension in range(inner - 2, -1, -1):
         start, stop = box[dimension]
-        stride = _bytes(step, bits)
-        offsets = [index * stride + offset for index in range(start, stop) for offset in offsets]
-        step *= shape[dimension]
-    return Runs(tuple(offsets), length)
+        offset += start * _bytes(apart, bits)
+        if stop - start > 1:
+            steps.append((stop - start, _bytes(apart, bits)))
+        apart *= shape[dimension]
+    return Runs(offset, length, tuple(reversed(steps)))
 
 
 def _bytes(elements: int, bits: int) -> int:

@@ -69,10 +69,11 @@ class Module:
         weight = self.stored.get("weight")
         if weight is not None and weight.dtype not in _PLAIN:
             return True
-        return any(name not in ("weight", "bias") for name in self.stored)
+        return not self.stored.keys() <= _PLAIN_NAMES
 
 
 _PLAIN = frozenset(CASTABLE.values())
+_PLAIN_NAMES = frozenset({"weight", "bias"})
 
 
 @dataclass(slots=True)
@@ -155,9 +156,14 @@ def recognise(declared: Declared, modules: Mapping[str, Module], linear: Collect
 
 
 def _signature(spec: Spec, module: Module) -> tuple[object, ...]:
-    """What a scheme depends on: names, dtypes, and the shapes of what is no matrix."""
-    stored = ((name, s.dtype, len(s.shape) if len(s.shape) > 1 else s.shape[:1] == (1,)) for name, s in sorted(module.stored.items()))
-    return (spec, *stored)
+    """What a scheme depends on: names, dtypes, and the shapes of what is no matrix.  Tensors of all modules are in one order."""
+    return (
+        id(spec),
+        *[
+            (name, stored.dtype, len(stored.shape) if len(stored.shape) > 1 else stored.shape == (1,))
+            for name, stored in module.stored.items()
+        ],
+    )
 
 
 def _plain(declared: Declared, module: Module, spec: Spec | None, found: Recognised) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rtp_llm.plan.boxes import volume, whole
 from rtp_llm.plan.coverage import tiles
-from rtp_llm.plan.ranges import byte_runs, parts
+from rtp_llm.plan.ranges import Runs, byte_runs, parts
 
 shapes = st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple)
 
@@ -36,16 +36,17 @@ def test_byte_runs_are_the_box_in_row_major_order(case: tuple, bits: int) -> Non
     data = np.arange(int(np.prod(shape)) * size, dtype=np.uint32).reshape(*shape, size)
     runs = byte_runs(shape, box, bits)
     flat = data.reshape(-1)
-    got = [x for offset in runs.offsets for x in flat[offset : offset + runs.length]]
+    got = [x for offset in runs.offsets() for x in flat[offset : offset + runs.length]]
     assert got == data[region(box)].reshape(-1).tolist()
     assert runs.nbytes == volume(box) * size
+    assert not got or runs.stop == max(runs.offsets()) + runs.length
 
 
 def test_byte_runs_are_as_few_as_they_can_be() -> None:
     """Rows of a matrix are one run; columns are one run a row: a plan never makes more reads than the layout needs."""
-    assert byte_runs((8, 6), ((2, 5), (0, 6)), 16).offsets == (24,)
-    assert byte_runs((8, 6), ((0, 8), (2, 4)), 16).offsets == tuple(row * 12 + 4 for row in range(8))
-    assert byte_runs((3, 8, 6), ((1, 2), (0, 8), (0, 6)), 8).offsets == (48,)
+    assert byte_runs((8, 6), ((2, 5), (0, 6)), 16) == Runs(24, 36)
+    assert byte_runs((8, 6), ((0, 8), (2, 4)), 16) == Runs(4, 4, ((8, 12),))
+    assert byte_runs((3, 8, 6), ((1, 2), (0, 8), (0, 6)), 8) == Runs(48, 48)
     assert byte_runs((), (), 32) == byte_runs((1,), ((0, 1),), 32)
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -45,8 +44,8 @@ class Files:
             TransportError: naming file and tensor, where the file ends early, has changed, or the system reports an
                 error.
         """
-        with _named(tensor, goal):
-            # Reading a dictionary needs no lock; the first use of a file takes it.
+        try:
+            # Looking into a dictionary needs no lock; the first use of a file takes it.
             descriptor = self._open.get(tensor.file) or self._descriptor(tensor.file)
             got = os.preadv(descriptor, buffers, start)
             while got < goal:
@@ -55,6 +54,8 @@ class Files:
                 if more == 0:
                     raise TransportError(_short(tensor, start + goal, start + got))
                 got += more
+        except OSError as error:
+            raise TransportError(_refused(tensor, goal, error)) from error
 
     def read(self, tensor: TensorInfo, into: memoryview) -> None:
         """Fills ``into`` with all of a tensor's bytes."""
@@ -91,23 +92,16 @@ def _behind(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
     return left
 
 
-@contextmanager
-def _named(tensor: TensorInfo, nbytes: int) -> Iterator[None]:
-    """An error of the operating system becomes one that says where."""
-    try:
-        yield
-    except OSError as error:
-        raise TransportError(
-            Problem(
-                TransportFault.IO_ERROR,
-                f"could not be read: {error.strerror}",
-                file=tensor.file,
-                tensor=tensor.name,
-                expected=f"{nbytes} bytes",
-                actual=f"errno {error.errno}",
-                fix="check the disk or the network file system, then load again",
-            )
-        ) from error
+def _refused(tensor: TensorInfo, nbytes: int, error: OSError) -> Problem:
+    return Problem(
+        TransportFault.IO_ERROR,
+        f"could not be read: {error.strerror}",
+        file=tensor.file,
+        tensor=tensor.name,
+        expected=f"{nbytes} bytes",
+        actual=f"errno {error.errno}",
+        fix="check the disk or the network file system, then load again",
+    )
 
 
 def _short(tensor: TensorInfo, expected: int, actual: int) -> Problem:

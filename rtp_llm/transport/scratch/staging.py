@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -62,22 +60,22 @@ class Staging:
         for memory in self._pinned:
             memory.release()
 
-    @contextmanager
-    def buffer(self, nbytes: int) -> Iterator[Slot]:
-        """A buffer of at least ``nbytes`` whose earlier content has left it.  What is copied from it within the context goes
-        through the current stream, and may still be under way when the context ends."""
+    def take(self, nbytes: int) -> Slot:
+        """A buffer of at least ``nbytes`` whose earlier content has left it; to be given back by :meth:`give`."""
         if nbytes > self._buffer_bytes:
             # A tensor that is read whole: a buffer of its own, gone as soon as it is placed.
-            yield Slot(torch.empty(nbytes, dtype=torch.uint8))
-            if self._stream is not None:
-                self._stream.synchronize()
-            return
+            return Slot(torch.empty(nbytes, dtype=torch.uint8))
         slot = self._next()
         if slot.event is not None:
             slot.event.synchronize()
-        yield slot
+        return slot
+
+    def give(self, slot: Slot) -> None:
+        """Ends the use of a buffer.  What is copied from it goes through the current stream, and may still be under way."""
         if slot.event is not None:
             slot.event.record(self._stream)
+        elif self._stream is not None:
+            self._stream.synchronize()
 
     def _next(self) -> Slot:
         cuda = self._stream is not None
