@@ -57,7 +57,11 @@ def product_suite(name = "tests", data = [], deps = [], **kwargs):
     _helpers()
     _suite(
         name = name,
-        data = ["//tools:models"] + data,
+        data = [
+            "//deps:models.txt",
+            "//tools:fetch_models.py",
+            "//tools:models",
+        ] + data,
         deps = deps,
         # $(rootpath //tools:models), which cannot be asked for where the data is left out
         env = {"RTP_LLM_TEST_MODELS": "tools/models"},
