@@ -246,6 +246,7 @@ def _instanttensor_tuned(job: Job) -> Outcome:
     with safe_open(job.files, framework="pt", device=job.device.index, copy=False) as file:
         for name, tensor in file.tensors():
             tensors[name].copy_(tensor, non_blocking=True)
+        torch.cuda.synchronize(job.device)  # its buffer ends with the context
     return _by_name(job, tensors)
 
 

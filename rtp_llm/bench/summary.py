@@ -49,6 +49,7 @@ def document(
     reference = next((e for e in entries if e.sums and not e.contender.ours), next((e for e in entries if e.sums), None))
     problems = [p for e in entries for p in _problems(e, reference)]
     where = file_system(Path(request.catalog.directory))
+    every = [r for e in entries for found in e.runs.values() for r in found]
     return {
         "checkpoint": request.catalog.directory,
         "bytes": request.catalog.total_bytes,
@@ -61,8 +62,7 @@ def document(
         "ep_rank": request.parallel.ep_rank,
         "runs": request.runs,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine([r for e in entries for found in e.runs.values() for r in found])
-        | {"file_system": where.kind if where else None},
+        "machine": machine(every) | {"file_system": where.kind if where else None},
         "cache": {
             "states": list(states),
             "cold": None if cold is None else {"possible": COLD in states, "how": cold.how, "reason": cold.reason},

@@ -28,8 +28,9 @@ _WIDTHS = (
     (0.2, 1024, 4096, 16, 8, 16000),
     (0.0, 256, 1024, 8, 4, 2000),
 )
-#: Experts of a layer in :func:`many_tensors`: three tensors each.
-_EXPERTS = 32
+#: Experts of a layer in :func:`many_tensors`, three tensors each: as few as keep the layers at most as many as published
+#: models have.
+_EXPERTS, _LAYERS = (32, 64, 128, 256), 128
 #: Tensors of such a layer beside its experts: four projections, two norms of heads, two of the layer, the router.
 _BESIDE = 9
 
@@ -69,26 +70,28 @@ def llama(gb: float) -> Made:
 
 def many_tensors(count: int, nbytes: int) -> Made:
     """A Qwen3-MoE of about ``count`` tensors and ``nbytes`` bytes: the more tensors, the smaller each is."""
-    layers = max(1, round(count / (3 * _EXPERTS + _BESIDE)))
+    experts = next((e for e in _EXPERTS if count <= _LAYERS * (3 * e + _BESIDE)), _EXPERTS[-1])
+    layers = max(1, round(count / (3 * experts + _BESIDE)))
     elements = nbytes // _ITEM // layers
     # Attention's four matrices are squares of this width, and may take an eighth of the layer.
-    hidden = max(16, isqrt(elements // 32) // 16 * 16)
-    intermediate = max(1, (elements - 4 * hidden * hidden) // (3 * _EXPERTS * hidden))
+    hidden = isqrt(elements // 32)
+    hidden = hidden // 128 * 128 or max(16, hidden // 16 * 16)
+    intermediate = max(1, (elements - 4 * hidden * hidden) // (3 * experts * hidden))
     heads = max(1, hidden // 128)
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm": (hidden,),
         **{f"self_attn.{x}_proj": (hidden, hidden) for x in "qkvo"},
         **{f"self_attn.{x}_norm": (hidden // heads,) for x in "qk"},
         "post_attention_layernorm": (hidden,),
-        "mlp.gate": (_EXPERTS, hidden),
+        "mlp.gate": (experts, hidden),
     }
-    for expert in range(_EXPERTS):
+    for expert in range(experts):
         for part, shape in (("gate", (intermediate, hidden)), ("up", (intermediate, hidden)), ("down", (hidden, intermediate))):
             layer[f"mlp.experts.{expert}.{part}_proj"] = shape
     vocab = 16
     config = _config("Qwen3MoeForCausalLM", "qwen3_moe", hidden, hidden, heads, heads, vocab, layers) | {
         "head_dim": hidden // heads,
-        "num_experts": _EXPERTS,
+        "num_experts": experts,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": intermediate,
         "norm_topk_prob": True,
@@ -132,9 +135,9 @@ def write_checkpoint(directory: Path, made: Made, shards: int = 4, seed: int = 0
     directory.mkdir(parents=True, exist_ok=True)
     bits = np.random.SFC64(seed)
     groups: list[dict[str, tuple[int, ...]]] = [{} for _ in range(shards)]
-    done = 0
+    done, total = 0, made.nbytes
     for name, shape in made.shapes.items():
-        groups[min(done * shards // made.nbytes, shards - 1)][name] = shape
+        groups[min(done * shards // total, shards - 1)][name] = shape
         done += prod(shape) * _ITEM
     groups = [group for group in groups if group]
     weight_map: dict[str, str] = {}
@@ -142,7 +145,7 @@ def write_checkpoint(directory: Path, made: Made, shards: int = 4, seed: int = 0
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         _write_file(directory / file, group, bits)
         weight_map |= dict.fromkeys(group, file)
-    index = {"metadata": {"total_size": made.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
     (directory / "config.json").write_text(json.dumps(made.config, indent=2), encoding="utf-8")
 

@@ -186,11 +186,15 @@ class _Cursor:
         """The string that stands next, which the file spells in at most ``most`` characters."""
         if self.peek() != '"':
             self.take('"')
-        start, stop = self.position, self._string_end(most)
+        text, start = self.text, self.position
+        stop = text.find('"', start + 1, start + most + 2)
         try:
-            # Only a piece of bounded length: escapes can make a string four times as large in memory as in the file.
-            value, end = _STRINGS.raw_decode(self.text[start:stop])
-            self.position += end
+            if stop > 0 and text[stop - 1] != "\\":
+                value, self.position = _STRINGS.raw_decode(text, start)
+            else:
+                # Only a piece of bounded length: escapes can make a string four times as large in memory as in the file.
+                value, end = _STRINGS.raw_decode(text[start : self._string_end(most)])
+                self.position += end
         except ValueError as error:
             raise _stop(
                 CheckpointFault.BAD_HEADER,

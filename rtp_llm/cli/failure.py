@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +90,8 @@ def report(error: BaseException, *, as_json: bool, debug: bool, speaks: bool) ->
     """Tells the user, if this rank is to speak, and returns the exit code."""
     failure = describe(error)
     if speaks and as_json:
-        click.echo(json.dumps(failure.document(), indent=2))
+        with suppress(OSError):  # stdout may be what failed; stderr tells in any case
+            click.echo(json.dumps(failure.document(), indent=2))
     if speaks or failure.loud:
         rank = "" if speaks else f"rank {printable(os.environ.get('RANK', '?'))}: "
         for line in failure.lines:

@@ -28,10 +28,11 @@ def all_settings() -> tuple[Setting, ...]:
 
 def markdown() -> str:
     """The whole page ``docs/settings.md``."""
-    return "\n".join([_HEAD, *_table("LoadConfig", declared(LoadConfig)), "", *_table("ParallelConfig", declared(ParallelConfig)), ""])
+    return "\n".join([_HEAD, *table("LoadConfig", declared(LoadConfig)), "", *table("ParallelConfig", declared(ParallelConfig)), ""])
 
 
-def _table(title: str, settings: tuple[Setting, ...]) -> Iterator[str]:
+def table(title: str, settings: tuple[Setting, ...]) -> Iterator[str]:
+    """The lines of a section with a row for each setting."""
     yield f"## {title}"
     yield ""
     yield "| flag | environment variable | default | allowed | meaning |"

@@ -152,7 +152,7 @@ def _facts(drafted: Draft, device: torch.device, world: World, config: Effective
 
 
 def _cached(path: Path) -> int:
-    return pagecache.cached_bytes(path) or 0
+    return pagecache.estimated_cached_bytes(path) or 0
 
 
 def _direct(drafted: Draft, config: EffectiveConfig) -> dict[str, bool]:

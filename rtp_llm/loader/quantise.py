@@ -19,7 +19,7 @@ from rtp_llm.plan.plan import Listed, Quantization
 from rtp_llm.plan.rules import template
 from rtp_llm.quantization.declared import Declared
 from rtp_llm.quantization.faults import QuantFault, QuantizationError
-from rtp_llm.quantization.forms import Along, Matrix, TensorForm, split_units
+from rtp_llm.quantization.forms import ROWS, Along, Matrix, TensorForm, split_units
 from rtp_llm.quantization.inline import GRIDS, inline_scheme, kept_plain
 from rtp_llm.quantization.recognise import Module, Recognised, modules_of, recognise, with_tensors
 from rtp_llm.quantization.registry import MODELOPT_FILE, read_declared, tensor_names
@@ -165,6 +165,17 @@ def _wrong_grids(scheme: Scheme, matrices: tuple[Matrix, ...], modules: Mapping[
             continue
         for form in scheme.forms:
             stored, shape = module.stored.get(form.name), form.shape(matrix)
+            rows = form.along(ROWS)
+            if module.cut and rows is not None and matrix.shape[ROWS] % rows.per:
+                yield Problem(
+                    QuantFault.WRONG_GRID,
+                    "holds several matrices one above another, and a scale stands for rows of two of them",
+                    file=module.file,
+                    tensor=module.raw,
+                    expected=f"a multiple of {rows.per} rows a matrix",
+                    actual=f"{matrix.shape[ROWS]} rows",
+                    fix="store the matrices apart, or quantise them with smaller blocks",
+                )
             if stored is None or stored.shape == shape:
                 continue
             fix = _guess(form, matrix, stored.shape)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from rtp_llm.config.load import QUANTIZATION_METHODS
 from rtp_llm.parallel.experts import ExpertLayers
 from rtp_llm.parallel.groups import Groups
 from rtp_llm.parallel.shard import Divides
@@ -42,11 +43,14 @@ class Implementation:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a family supports beyond one rank and plain weights."""
+    """What a family supports beyond one rank and plain weights.
+
+    Every method of quantisation works on linear layers and on experts, whatever the family they stand in.
+    """
 
     tensor_parallel: bool = True
     expert_parallel: bool = False
-    quantization: tuple[str, ...] = ()
+    quantization: tuple[str, ...] = QUANTIZATION_METHODS
     online_update: bool = False
 
 

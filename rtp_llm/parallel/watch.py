@@ -55,6 +55,9 @@ class Watch:
         if self.size > 1:
             if error is not None:
                 self.post(error)
+                if self._problem is None:
+                    # A launcher ends all ranks as soon as one has ended; rank 0 is to say why before.
+                    time.sleep(1.5 * BEAT_SECONDS)
             self._stop.set()
             self._thread.join(timeout=2 * BEAT_SECONDS)
 

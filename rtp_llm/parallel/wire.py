@@ -7,14 +7,17 @@ no pickle.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 
 #: Seconds between two looks for another rank's error while a message is under way.
 POLL_SECONDS = 0.05
+#: Looks for the end of a broadcast without a pause, and the pause between later ones: a message takes a fraction of a
+#: millisecond between GPUs, and some milliseconds between processes of a CPU, which want the core for themselves.
+_EAGER_LOOKS, _PAUSE_SECONDS = 100, 0.0002
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,39 +47,29 @@ def broadcast_bytes(flat: torch.Tensor, source: int, group: dist.ProcessGroup, c
     """
     assert flat.dtype is torch.uint8 and flat.is_contiguous()
 
-    def call() -> None:
-        # The first call of NCCL waits for all ranks as well, so it is not made in the caller's thread either.
-        with torch.cuda.device(flat.device) if flat.is_cuda else nullcontext():
-            work = dist.broadcast(flat, group=group, group_src=source, async_op=True)
-            assert work is not None, "this rank is not in the group"
-            work.wait()
-
-    if not flat.is_cuda:
-        _until(call, check)
-        return
-    stream = torch.cuda.current_stream(flat.device)
-    ready = stream.record_event()
-    ready.synchronize()
-    _until(call, check)
-    # NCCL's wait only orders streams: that of the thread is the default one, where the end is awaited.
-    done = torch.cuda.default_stream(flat.device).record_event()
-    while not done.query():
+    stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
+    work = dist.broadcast(flat, group=group, group_src=source, async_op=True)
+    assert work is not None, "this rank is not in the group"
+    # Asked for, and not waited for: a wait could not be left when a peer has failed.
+    looks = 0
+    while not work.is_completed():
         check()
+        looks += 1
+        time.sleep(0 if looks < _EAGER_LOOKS else _PAUSE_SECONDS)
+    work.wait()
+    if stream is not None:
+        stream.synchronize()
 
 
 def _wait(work: dist.Work | None, check: Callable[[], None]) -> None:
     """Waits for a message.  In a thread of its own: gloo finishes a message only inside ``wait``, which cannot be
     interrupted, and a peer that has failed would hold this rank until the group's time-out."""
     assert work is not None, "this rank is not in the group"
-    _until(work.wait, check)
-
-
-def _until(call: Callable[[], object], check: Callable[[], None]) -> None:
     errors: list[RuntimeError] = []
 
     def run() -> None:
         try:
-            call()
+            work.wait()
         except RuntimeError as error:
             errors.append(error)
 

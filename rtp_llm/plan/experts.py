@@ -7,7 +7,7 @@ A family's mapping states the spellings that occur (:class:`ExpertNames`); :func
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from rtp_llm.plan import rules
@@ -45,16 +45,25 @@ class ExpertNames:
 @dataclass(frozen=True, slots=True)
 class StackedRule:
     """A tensor that holds ``parts`` of all ``count`` experts of a layer: ``[count, rows of all parts, columns]``, or with the
-    last two dimensions exchanged where ``transposed``.  The parts stand one above another and have equally many rows."""
+    last two dimensions exchanged where ``transposed``.  The parts stand one above another and have equally many rows.
+
+    ``tensor``: which of a part's tensors it holds, its weights or what stands beside quantised ones.
+    """
 
     raw: str
     parts: tuple[str, ...]
     count: int
     transposed: bool = False
+    tensor: str = "weight"
 
     @property
     def slots(self) -> tuple[str, ...]:
-        return tuple(f"{_SLOT}.{part}.weight" for part in self.parts)
+        return tuple(f"{_SLOT}.{part}.{self.tensor}" for part in self.parts)
+
+    def beside(self, tensor: str) -> StackedRule:
+        """The rule for the ``tensor`` beside quantised weights: ``gate_up_proj_scale_inv`` as transformers calls the scales of
+        blocks, else the whole name behind the weights'."""
+        return replace(self, raw=f"{self.raw}_{'scale_inv' if tensor == 'weight_scale_inv' else tensor}", tensor=tensor)
 
     def misfit(self, shape: Shape) -> Misfit | None:
         size = "size" if len(self.parts) == 1 else f"{len(self.parts)} * size"
@@ -73,7 +82,7 @@ class StackedRule:
         for expert in range(self.count):
             select = Select(expert)
             for part, cut in zip(self.parts, cuts, strict=True):
-                yield Provision(f"layers.{layer}.experts.{expert}.{part}.weight", (select, *cut))
+                yield Provision(f"layers.{layer}.experts.{expert}.{part}.{self.tensor}", (select, *cut))
 
 
 def expert_rules(count: int, *names: ExpertNames) -> tuple[AnyRule, ...]:

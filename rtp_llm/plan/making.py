@@ -18,6 +18,9 @@ class Maker(Protocol):
     def needs(self, output: str, box: Box, shape: Shape) -> Box:
         """The box of the slot, whose full shape is ``shape``, that ``box`` of ``output`` is made of."""
 
+    def working_bytes(self, region: Box) -> int:
+        """What :meth:`make` takes at most beside the content of ``region``, its outputs included."""
+
     def make(self, content: torch.Tensor, region: Box) -> Mapping[str, tuple[torch.Tensor, Box]]:
         """All outputs that ``content``, the slot's box ``region`` in its stored dtype, gives: each with its own box."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -215,20 +215,19 @@ def agreement_lines(
         yield f"slot {slot} from {source.raw} {source.ops!r}"
 
 
-def transient_bytes(deliveries: Sequence[Delivery], staged: Container[str], bytes_staging: int) -> int:
+def transient_bytes(deliveries: Sequence[Delivery], stages: Mapping[str, Stage], bytes_staging: int) -> int:
     """The most that is held beside parameters and staging buffers while bytes move.
 
     A tensor that cannot be read in parts is held whole, and once more while an op works on it.  What parameters are made of is
     gathered whole: reader threads work within a window of as many bytes as they have buffers, so that at most this window and
-    the ends of two tensors that it cuts are held.
+    the ends of two tensors that it cuts are held, and made at a time.
     """
     whole = max((2 * d.nbytes for d in deliveries if not d.divisible), default=0)
-    gathered = max((d.nbytes for d in deliveries if d.targets[0].param in staged), default=0)
-    return max(whole, 2 * gathered + min(bytes_staging, _all(deliveries, staged)) if gathered else 0)
-
-
-def _all(deliveries: Sequence[Delivery], staged: Container[str]) -> int:
-    return sum(d.nbytes for d in deliveries if d.targets[0].param in staged)
+    gathered = [(d.nbytes, stages[d.targets[0].param]) for d in deliveries if d.targets[0].param in stages]
+    if not gathered:
+        return whole
+    largest = max(nbytes + stage.maker.working_bytes(stage.region) for nbytes, stage in gathered)
+    return max(whole, 2 * largest + min(bytes_staging, sum(nbytes for nbytes, _ in gathered)))
 
 
 def digest(lines: Iterator[str]) -> str:

@@ -26,8 +26,10 @@ GRIDS: Mapping[str, Grid] = {"inline-fp8-tensor": "tensor", "inline-fp8-channel"
 #: The largest E4M3 number.
 _MAX = 448.0
 
-#: Elements that are quantised at once: float32 copies of so many take 16 MiB, whatever the tensor's size.
-_CHUNK = 2**22
+#: Elements that are quantised at once: a float32 copy of so many takes 4 MiB, whatever the tensor's size.
+_CHUNK = 2**20
+#: Bytes for each of them: the value, its scale and their quotient in float32, and the code.
+_BYTES_A_CHUNK = 13
 
 #: The last part of slots that stay as they are, as in published FP8 checkpoints: gates whose few rows decide much and cost
 #: nothing, low-rank gates of linear attention, an encoder's pooler.  (Routers, heads and embeddings are no linear layers here.)
@@ -76,22 +78,34 @@ class Quantiser:
         per = self.grid if output == "weight" else (1, 1)
         return tuple((g * (a // p), min(n, g * -(-b // p))) for (a, b), n, g, p in zip(box, shape, self.grid, per, strict=True))
 
+    def working_bytes(self, region: Box) -> int:
+        rows, columns = extent(region)
+        step = rows if not rows * columns else min(rows, self._step(columns))
+        # Codes, scales (at most one a row or a block), and what one step takes; extremes of rows are of the scales' size.
+        return rows * columns + 12 * rows + _BYTES_A_CHUNK * step * columns
+
+    def _step(self, columns: int) -> int:
+        """Rows that are quantised at once: whole blocks."""
+        step = max(1, _CHUNK // max(1, columns))
+        return step if isinstance(self.grid, str) else max(1, step // self.grid[0]) * self.grid[0]
+
     def make(self, content: torch.Tensor, region: Box) -> Mapping[str, tuple[torch.Tensor, Box]]:
         scale = self._scale(content)
         codes = torch.empty(content.shape, dtype=torch.float8_e4m3fn, device=content.device)
-        step = max(1, _CHUNK // max(1, content.shape[1]))
-        if not isinstance(self.grid, str):
-            step = max(1, step // self.grid[0]) * self.grid[0]
+        step = self._step(content.shape[1])
         for start in range(0, content.shape[0], step):
             part = content[start : start + step]
             codes[start : start + step] = (part.float() / self._spread(scale, start, part.shape)).clamp_(-_MAX, _MAX).to(codes.dtype)
         return {"weight": (codes, region), "weight_scale": (scale, self._scale_box(scale, region))}
 
     def _scale(self, content: torch.Tensor) -> torch.Tensor:
+        # Extremes, not the largest of absolute values: those would be a copy of the tensor.
         if self.grid == "tensor":
-            amax = content.abs().amax().float().reshape(1)
+            least, most = torch.aminmax(content)
+            amax = torch.maximum(-least, most).float().reshape(1)
         elif self.grid == "channel":
-            amax = content.abs().amax(dim=1, keepdim=True).float()
+            least, most = torch.aminmax(content, dim=1, keepdim=True)
+            amax = torch.maximum(-least, most).float()
         else:
             assert not isinstance(self.grid, str)
             bn, bk = self.grid

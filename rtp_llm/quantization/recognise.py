@@ -15,7 +15,8 @@ from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.errors import Problem
 from rtp_llm.plan import rules
 from rtp_llm.plan.dtypes import CASTABLE
-from rtp_llm.plan.ops import Source
+from rtp_llm.plan.experts import StackedRule
+from rtp_llm.plan.ops import Rows, Source
 from rtp_llm.plan.rules import AnyRule, Rule, Skip, template
 from rtp_llm.quantization.declared import Declared
 from rtp_llm.quantization.faults import QuantFault
@@ -50,19 +51,21 @@ def with_tensors(mapping: rules.Mapping, names: Iterable[str]) -> rules.Mapping:
 
 
 def _beside(rule: AnyRule, name: str) -> AnyRule | None:
-    """The rule for the tensor called ``name`` beside one that holds several weights; None where there is no such form."""
-    make = getattr(rule, "beside", None)
-    found: AnyRule | None = make(name) if make is not None else None
-    return found
+    """The rule for the tensor called ``name`` beside one that holds all experts; None beside anything else."""
+    return rule.beside(name) if isinstance(rule, StackedRule) and not rule.raw.endswith(".weight") else None
 
 
 @dataclass(slots=True)
 class Module:
-    """The tensors of one logical module: its name in the checkpoint, and what is stored under each name behind it."""
+    """The tensors of one logical module: its name in the checkpoint, and what is stored under each name behind it.
+
+    ``cut``: its tensors are rows of some that hold other modules as well.
+    """
 
     raw: str
     file: str
     stored: dict[str, Stored] = field(default_factory=dict)
+    cut: bool = False
 
     def quantised(self) -> bool:
         """Whether the tensors say so: by their names, or by a weight that is no floating-point number of full width."""
@@ -115,6 +118,7 @@ def modules_of(mapping: rules.Mapping, tensors: Iterable[TensorInfo], names: Col
         for provision in rule.provide(numbers, tensor.shape):
             at, _, name = provision.slot.rpartition(".")
             module = found.setdefault(at, Module(tensor.name.removesuffix(".weight"), tensor.file))
+            module.cut |= any(isinstance(op, Rows) for op in provision.ops)
             module.stored[name] = Stored(dtype, Source(tensor.name, tensor.shape, provision.ops).slot_shape)
     return found
 

@@ -23,7 +23,8 @@ class Method:
     """A row of the matrix that ``rtp-llm models`` and ``doctor`` print.
 
     ``layers``: the kinds of layers that it may quantise.  ``tensor_parallel``: what the number of ranks must respect.
-    ``cpu``, ``cuda``: how a product is computed there; ``parse`` is None for what is quantised while it is loaded.
+    ``cpu``, ``cuda``: how the product of a linear layer is computed there (experts are dequantised, one by one); ``parse`` is None
+    for what is quantised while it is loaded, which cannot be exported.
     """
 
     name: str
@@ -36,25 +37,26 @@ class Method:
     export: bool = True
 
 
-_ANY = "any size"
-_GROUPS = "whole groups and words on each rank"
-_SCALED_MM = "scaled_mm for FP8 with a scale a tensor or a row, else dequantised"
+_ANY, _GROUPS = "any size", "whole groups and words"
+_SCALED_MM = "scaled_mm or dequantised"
 
 METHODS: tuple[Method, ...] = (
-    Method("awq", "INT4 groups, GEMM layout", _GROUPS, awq.parse),
+    Method("awq", "INT4 (GEMM)", _GROUPS, awq.parse),
     Method(
-        "compressed-tensors",
-        "FP8 tensor, channel, block, MX; INT8; INT4 in int8; INT4 and INT8 packed; NVFP4; MXFP4",
-        _GROUPS + "; any size for FP8 and INT8 without groups",
-        compressed_tensors.parse,
-        cuda=_SCALED_MM,
+        "compressed-tensors", "FP8, MXFP8, INT8, INT4, NVFP4, MXFP4", f"{_GROUPS}; blocks: any", compressed_tensors.parse, cuda=_SCALED_MM
     ),
-    Method("fp8", "FP8 tensor, block (also UE8M0)", _ANY, fp8.parse, cuda=_SCALED_MM),
-    Method("gptq", "INT4, INT8 groups, both zero-point conventions, activation order", _GROUPS, gptq.parse),
-    Method("modelopt", "FP8 tensor, channel, MX; NVFP4; mixed", _GROUPS + " for NVFP4 and MXFP8", modelopt.parse, cuda=_SCALED_MM),
-    Method("quark", "FP8 and INT8, tensor, channel", _ANY, quark.parse, cuda=_SCALED_MM),
-    *(Method(name, f"FP8 {name.rpartition('-')[2]}, made of plain weights", _ANY, cuda=_SCALED_MM, export=False) for name in GRIDS),
+    Method("fp8", "FP8 a tensor or a block, UE8M0", _ANY, fp8.parse, cuda=_SCALED_MM),
+    Method("gptq", "INT4, INT8, v1 and v2, desc_act", _GROUPS, gptq.parse),
+    Method("modelopt", "FP8, MXFP8, NVFP4, mixed", f"{_GROUPS}; FP8: any", modelopt.parse, cuda=_SCALED_MM),
+    Method("quark", "FP8, INT8, a tensor or a row", _ANY, quark.parse, cuda=_SCALED_MM),
+    *(Method(name, f"FP8 a {name.rpartition('-')[2]}, while loading", _ANY, cuda=_SCALED_MM, export=False) for name in GRIDS),
 )
+
+#: Methods that are known and refused, each with what to do.
+_REFUSED: Mapping[str, str] = {
+    "mxfp4": "this is gpt-oss's own layout, and no family here is gpt-oss; MXFP4 of compressed-tensors is supported",
+    "bitsandbytes": "its tensors hold tables of their own for each block; take the model's FP8, GPTQ or AWQ checkpoint",
+}
 
 BY_NAME: Mapping[str, Method] = {method.name: method for method in METHODS}
 
@@ -153,7 +155,9 @@ def _parse(fields: Fields) -> Declared:
     method = BY_NAME.get(name) if isinstance(name, str) else None
     if method is None or method.parse is None:
         known = sorted(m.name for m in METHODS if m.parse is not None)
-        fields.fail("quant_method", f"one of {', '.join(known)}", QuantFault.UNKNOWN_METHOD, "use another checkpoint of this model")
+        fix = _REFUSED.get(name) if isinstance(name, str) else None
+        fault = QuantFault.UNKNOWN_METHOD if fix is None else QuantFault.UNSUPPORTED_SCHEME
+        fields.fail("quant_method", f"one of {', '.join(known)}", fault, fix or "use another checkpoint of this model")
         fields.finish()
         raise AssertionError("unreachable: a problem was noted")
     return method.parse(fields)

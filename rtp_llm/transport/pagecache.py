@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,10 @@ NETWORK = frozenset(
 
 #: Bytes of a file looked at in one mincore() call: the answer takes a byte for each page, 64 KiB for 256 MiB.
 _WINDOW = 256 << 20
+
+#: An estimate looks at 8 MiB of a file: files are read in order, so that what is cached lies together.
+_SAMPLES = 8
+_SAMPLE_BYTES = 1 << 20
 
 #: Of each page's byte only the lowest bit is defined.
 _LOWEST_BIT = bytes(byte & 1 for byte in range(256))
@@ -55,19 +60,38 @@ def _read(path: str) -> str:
 
 def cached_bytes(path: Path) -> int | None:
     """How much of a file is in the page cache, by mincore(2), without touching it; None where that cannot be had."""
+    return _looked_at(path, lambda length: [(start, min(_WINDOW, length - start)) for start in range(0, length, _WINDOW)])
+
+
+def estimated_cached_bytes(path: Path) -> int | None:
+    """The same from a few samples spread over the file: looking at every page of 16 GB takes a tenth of a second, as long as
+    a quarter of the load."""
+
+    def samples(length: int) -> list[tuple[int, int]]:
+        if length <= _SAMPLES * _SAMPLE_BYTES:
+            return [(0, length)] if length else []
+        last = (length - _SAMPLE_BYTES) // mmap.ALLOCATIONGRANULARITY
+        return [(last * i // (_SAMPLES - 1) * mmap.ALLOCATIONGRANULARITY, _SAMPLE_BYTES) for i in range(_SAMPLES)]
+
+    return _looked_at(path, samples)
+
+
+def _looked_at(path: Path, windows_of: Callable[[int], list[tuple[int, int]]]) -> int | None:
+    """The bytes of a file that are cached, judged by windows (start, length) of it; the share of the rest is taken as theirs."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "mincore"):
         return None
     libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
-    resident = 0
+    resident = seen = 0
     with path.open("rb") as file:
-        length = os.fstat(file.fileno()).st_size
-        for start in range(0, length, _WINDOW):
-            pages = _resident_pages(libc, file.fileno(), start, min(_WINDOW, length - start))
+        size = os.fstat(file.fileno()).st_size
+        for start, length in windows_of(size):
+            pages = _resident_pages(libc, file.fileno(), start, length)
             if pages is None:
                 return None
-            resident += pages * mmap.PAGESIZE
-    return min(resident, length)
+            resident += min(pages * mmap.PAGESIZE, length)
+            seen += length
+    return size * resident // seen if seen else 0
 
 
 def _resident_pages(libc: ctypes.CDLL, descriptor: int, start: int, length: int) -> int | None:

@@ -97,7 +97,7 @@ def decide(
         return scratch(lack, logging.INFO)
     if capabilities.tier is Tier.ABSENT:
         return scratch(capabilities.reason, logging.INFO)
-    lack = _tier(facts, capabilities) or shortage
+    lack = _tier(facts, capabilities) or shortage or ""
     if lack:
         return scratch(lack, logging.WARNING)
     reasons = ("it was asked for",)

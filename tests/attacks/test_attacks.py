@@ -53,7 +53,7 @@ def test_attacks_are_distinct() -> None:
     elsewhere = {
         CheckpointFault.UNREADABLE,  # needs a user who is not root
         CheckpointFault.UNSUPPORTED_TENSOR,  # tests/checkpoint/test_torch_file.py
-        CheckpointFault.NO_INDEX,  # tests/checkpoint/test_discover.py
+        CheckpointFault.NO_INDEX,  # tests/checkpoint/test_read.py
         CheckpointFault.NOT_A_TENSOR,  # tests/checkpoint/test_torch_file.py
         CheckpointFault.NESTED_STATE_DICT,  # tests/checkpoint/test_torch_file.py
     }

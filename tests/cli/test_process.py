@@ -101,11 +101,17 @@ def test_defects_exit_with_70_and_one_line(tiny: Path) -> None:
     assert done.returncode == 70 and "internal error: ZeroDivisionError" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_full_disk_is_a_user_error(tiny: Path) -> None:
+@pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "--json"], ["models", "--json"]])
+def test_a_full_disk_is_a_user_error(tiny: Path, arguments: list[str]) -> None:
     """Output that cannot be written is said to be so."""
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [*COMMAND, "inspect", str(tiny)], env=child_env(), stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            [*COMMAND, *arguments, *([str(tiny)] if "inspect" in arguments else [])],
+            env=child_env(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
         )
     assert done.returncode == 2 and done.stderr == "No space left on device\n"
 

@@ -25,6 +25,8 @@ SURFACE = {
     "export": f"CKPT OUT {_LOADING} {_COMMON}",
     "models": _COMMON,
     "doctor": f"DIRECTORY {_COMMON}",
+    "bench": "CKPT --runs --contenders --cache --drop_caches --plot --device --reader_threads --buffer_mib"
+    f" --tp_size --tp_rank/--rank --ep_size --ep_rank {_COMMON}",
     "settings": _COMMON,
 }
 

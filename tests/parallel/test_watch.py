@@ -26,3 +26,14 @@ def test_a_rank_that_opens_its_watch_late_is_waited_for(monkeypatch: pytest.Monk
             early.check()
     with Watch(HashStore(), 0, 2, 20.0, first_beat_s=0.5) as alone, pytest.raises(ParallelError, match="RANK_LOST"):
         alone.exchange(b"is anyone there")
+
+
+def test_a_rank_that_fails_stays_until_its_peers_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun ends the other ranks when one has ended: by then they have its error and can tell it."""
+    monkeypatch.setattr(watch_module, "BEAT_SECONDS", 0.3)
+    store = HashStore()
+    with Watch(store, 0, 2, 20.0) as peer:
+        with pytest.raises(ZeroDivisionError), Watch(store, 1, 2, 20.0):
+            raise ZeroDivisionError("a defect")
+        with pytest.raises(ParallelError, match="a defect"):
+            peer.check()

@@ -181,7 +181,9 @@ def test_a_scale_that_belongs_to_nothing_is_unexpected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("declared", "words"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "UNKNOWN_METHOD.*expected one of awq, compressed-tensors"),
+        ({"quant_method": "aqlm", "nbits": 2}, "UNKNOWN_METHOD.*expected one of awq, compressed-tensors"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "UNSUPPORTED_SCHEME.*GPTQ or AWQ"),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, "UNSUPPORTED_SCHEME.*gpt-oss"),
         ({"quant_method": ["fp8"]}, "UNKNOWN_METHOD"),
         ("fp8", "activation|plain|no tensor is"),
         ({"bits": 4}, "UNKNOWN_METHOD"),

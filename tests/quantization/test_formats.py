@@ -17,9 +17,13 @@ from tests.quantization.formats import FORMATS, MODELS, Tensors, dense_weights, 
 CPU = LoadConfig(device="cpu")
 
 
-def check_weights(loaded: LoadedModel, wanted: Tensors) -> int:
-    """Compares every quantised matrix of a rank with its part of the oracle's; returns how many there were."""
-    raw = {slot.rpartition(".")[0]: source.raw.rpartition(".")[0] for slot, source in loaded.plan.slots.items()}
+def check_weights(loaded: LoadedModel, wanted: Tensors, names: dict[str, str] | None = None) -> int:
+    """Compares every quantised matrix of a rank with its part of the oracle's; returns how many there were.
+
+    ``names``: the oracle's names of slots where they are not the checkpoint's.
+    """
+    stored = {slot: (names or {}).get(slot) or source.raw for slot, source in loaded.plan.slots.items()}
+    raw = {slot.rpartition(".")[0]: name.rpartition(".")[0] for slot, name in stored.items()}
     compared = 0
     for layer in loaded.model.modules():
         if not isinstance(layer, Quantisable):

@@ -117,7 +117,8 @@ def test_the_peak_is_that_of_fp8(tmp_path: Path) -> None:
     loaded = load_model(folder, load=load)
     plain = build_plan(folder, load=LoadConfig(device="cpu")).bytes_resident
     assert loaded.plan.bytes_resident < 0.27 * plain
-    assert loaded.plan.predicted_peak_bytes < loaded.plan.bytes_resident + 2 * 4 * 768 * 3072 + 5 * 2**20
+    # Two matrices on their way with their codes, four steps of float32, buffers.
+    assert loaded.plan.predicted_peak_bytes < loaded.plan.bytes_resident + 2 * (4 + 1) * 768 * 3072 + 36 * 2**20
     measured = loaded.report.measured_peak_bytes
     # What Python and torch take for the first time is no part of the plan: 32 MiB for it.
     assert measured is None or measured < loaded.plan.predicted_peak_bytes + 32 * 2**20

@@ -16,6 +16,10 @@ def main(file: str, name: str, arguments: str, result: str) -> None:
     spec.loader.exec_module(module)
     value = getattr(module, name)(*pickle.loads(Path(arguments).read_bytes()))
     Path(result).write_bytes(pickle.dumps(value))
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        # gloo's threads may abort a process that exits while they let go of the last tensors.
+        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -40,6 +40,27 @@ def test_windows_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert pagecache.cached_bytes(path) == 5 << 20
 
 
+def test_an_estimate_from_samples(tmp_path: Path) -> None:
+    """Small files are counted, large ones judged by samples: all, none and the first half of a 64 MiB file."""
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.write(os.urandom(3 << 20))
+        file.flush()
+        os.fsync(file.fileno())
+        assert pagecache.estimated_cached_bytes(path) == 3 << 20
+        file.write(os.urandom(61 << 20))
+        file.flush()
+        os.fsync(file.fileno())
+        assert pagecache.estimated_cached_bytes(path) == 64 << 20
+        if pagecache.file_system(tmp_path).kind == "tmpfs":  # type: ignore[union-attr]
+            return
+        os.posix_fadvise(file.fileno(), 32 << 20, 0, os.POSIX_FADV_DONTNEED)
+        half = pagecache.estimated_cached_bytes(path)
+        assert half is not None and 24 << 20 <= half <= 40 << 20
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert pagecache.estimated_cached_bytes(path) == 0
+
+
 def test_file_systems_by_longest_mount_point(tmp_path: Path) -> None:
     """``/proc`` is proc even though ``/`` is a mount point of another kind, and links are followed."""
     found = pagecache.file_system(Path("/proc/self"))

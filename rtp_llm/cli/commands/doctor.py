@@ -89,11 +89,13 @@ def _torch() -> dict[str, Any]:
 
 def _tiers(torch_found: dict[str, Any]) -> list[dict[str, Any]]:
     """The ways in which weights can get to a device, best last."""
-    installed = _package("fastsafetensors", "", False)["version"] is not None
-    reason = "this version of rtp-llm does not use it yet" if installed else "fastsafetensors is not installed"
+    # Imported here: it imports what it looks at, and that takes torch.
+    from rtp_llm.transport.fastsafetensors.probe import Tier, probe
+
+    found = probe()
     return [
         {"name": "scratch", "usable": torch_found["error"] is None, "reason": torch_found["error"]},
-        {"name": "fastsafetensors", "usable": False, "reason": reason},
+        {"name": "fastsafetensors", "usable": found.tier >= Tier.WHOLE, "reason": f"{found.tier.name.lower()}: {found.reason}"},
     ]
 
 

@@ -9,14 +9,17 @@ import click
 
 from rtp_llm.cli.options import common, output_of
 from rtp_llm.cli.output import table
+from rtp_llm.config.load import QUANTIZATION_METHODS
 
 
 @click.command(short_help="Model families and what each supports.", epilog="\b\nExamples:\n  rtp-llm models\n  rtp-llm models --json")
 @common
 @click.pass_context
 def models(context: click.Context) -> int:
-    """List the model families, their architectures (as config.json names them) and what each supports."""
+    """List the model families, their architectures (as config.json names them), what each supports, and the methods of
+    quantisation."""
     from rtp_llm.models.registry import FAMILIES
+    from rtp_llm.quantization.registry import METHODS
 
     listed: list[dict[str, Any]] = [
         {"name": f.name, "kind": f.kind, "architectures": list(f.architectures), "features": dataclasses.asdict(f.features)}
@@ -25,11 +28,35 @@ def models(context: click.Context) -> int:
 
     def text() -> None:
         features = list(listed[0]["features"])
-        rows = [(f["name"], f["kind"], *(_shown(f["features"][name]) for name in features), ", ".join(f["architectures"])) for f in listed]
+        rows = [
+            (f["name"], f["kind"], *(_feature(name, f["features"]) for name in features), ", ".join(f["architectures"])) for f in listed
+        ]
         table(("family", "kind", *(name.replace("_", " ") for name in features), "architectures"), rows)
+        table(
+            ("quantisation", "schemes", "tensor parallel", "CPU", "CUDA", "export"),
+            [(m.name, m.schemes, m.tensor_parallel, m.cpu, m.cuda, _shown(m.export)) for m in METHODS],
+        )
 
-    output_of(context).emit({"families": listed}, text)
+    methods = [
+        {
+            "name": m.name,
+            "schemes": m.schemes,
+            "layers": list(m.layers),
+            "tensor_parallel": m.tensor_parallel,
+            "cpu": m.cpu,
+            "cuda": m.cuda,
+            "export": m.export,
+        }
+        for m in METHODS
+    ]
+    output_of(context).emit({"families": listed, "quantization": methods}, text)
     return 0
+
+
+def _feature(name: str, features: dict[str, Any]) -> str:
+    # The names of all methods, in every row, would be wider than the table.
+    every = name == "quantization" and tuple(features[name]) == QUANTIZATION_METHODS
+    return "all methods" if every else _shown(features[name])
 
 
 def _shown(value: object) -> str:

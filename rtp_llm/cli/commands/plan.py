@@ -54,6 +54,7 @@ def _text(document: dict[str, Any], problems: tuple[Problem, ...]) -> None:
     )
     rows = [(f["name"], f["reads"], size(f["bytes_read"]), size(f["bytes"])) for f in document["files"]]
     table(("file", "reads", "read", "size"), rows, frozenset({1, 2, 3}))
+    _quantization(document["quantization"])
     _experts(document)
     _skipped(document)
     _listed("missing", document["missing"])
@@ -88,6 +89,22 @@ def _skipped(document: dict[str, Any]) -> None:
         else:
             for tensor in tensors:
                 click.echo(f"skipped: {printable(tensor)}: {printable(reason)}")
+
+
+#: Entries of lists, and modules, beyond which only their number is printed: some configurations list every norm.
+_MOST_LISTED = 8
+
+
+def _quantization(found: dict[str, Any] | None) -> None:
+    if found is None:
+        return
+    for scheme in found["schemes"]:
+        click.echo(f"quantised by {found['method']}: {scheme['modules']} modules, {scheme['scheme']}")
+    idle = [listed["entry"] for listed in found["lists"] if not listed["matched"]]
+    for label, names in (("listed and matching nothing", idle), ("plain, and nothing is declared of it", found["undeclared"])):
+        shown = ", ".join(map(printable, names[:_MOST_LISTED]))
+        if names:
+            click.echo(f"{label}: {shown}{f' and {len(names) - _MOST_LISTED} more' if len(names) > _MOST_LISTED else ''}")
 
 
 #: Rows of the expert table beyond which only this rank's are printed.

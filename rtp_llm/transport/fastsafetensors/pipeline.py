@@ -36,6 +36,9 @@ class ChunkLoader(BaseSafeTensorsFileLoader):  # type: ignore[misc]  # the packa
     """Takes chunks where its base takes files; ``path_of`` gives a file's path, ``direct`` how to read each (None: as the
     package does)."""
 
+    #: Of the base: what makes the object that reads one file.
+    copier_constructor: Callable[..., Any]
+
     def __init__(
         self,
         config: EffectiveConfig,

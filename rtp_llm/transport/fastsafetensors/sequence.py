@@ -1,6 +1,6 @@
 """What is read, in which order, and in which portions: pure arithmetic over a plan.
 
-Three sizes nest.  A *piece* is a block of rows of one tensor: one expert of a tensor that holds them all, at most a chunk's
+Three sizes nest.  A *piece* is a block of rows of one tensor: one expert of a tensor that holds them all, at most a message's
 worth of rows of any other, or the whole of a tensor that an op does not allow to be divided.  A *message* is neighbouring
 pieces that travel together, so that thousands of small tensors are not thousands of collectives.  A *chunk* is neighbouring
 messages that are read together, and that stand on the device together.
@@ -19,9 +19,11 @@ from rtp_llm.plan.boxes import Box, whole
 from rtp_llm.plan.ops import Select, Source
 from rtp_llm.plan.plan import Delivery, LoadPlan
 
-#: Most bytes of small tensors in one message: enough that a broadcast runs at the link's speed (measured: 4 MiB reach
-#: half of it, 64 MiB all), little enough that the buffer of those who receive does not count.
+#: Most bytes of a message of small tensors, or of rows of a large one: enough that a broadcast runs at the link's speed
+#: (measured: 4 MiB reach half of it, 64 MiB all), little enough that the buffer of those who receive does not count.
 MESSAGE_BYTES = 16 << 20
+#: And no more than this part of a chunk, so that it stays small beside what its sender holds.
+_CHUNK_MESSAGES = 16
 #: A gap of up to this many bytes between two messages is read along: it takes less time than beginning another chunk.
 GAP_BYTES = 1 << 20
 #: Chunks begin at multiples of this in the file, so that what is aligned in the file is aligned on the device.
@@ -139,12 +141,12 @@ def _pieces(tensor: TensorInfo, kind: Split, rows: list[tuple[int, int]], most_b
             yield Piece(tensor, ((a, b), *whole(tensor.shape[1:])), tensor.start + a * row_bytes, tensor.start + b * row_bytes, kind)
 
 
-def messages(pieces: Iterable[Piece], experts_alone: bool) -> Iterator[Message]:
-    """Neighbouring pieces together, up to ``MESSAGE_BYTES``; ``experts_alone`` gives each expert a message of its own."""
+def messages(pieces: Iterable[Piece], most_bytes: int, experts_alone: bool) -> Iterator[Message]:
+    """Neighbouring pieces together, up to ``most_bytes``; ``experts_alone`` gives each expert a message of its own."""
     held: list[Piece] = []
     for piece in pieces:
         alone = experts_alone and Split.EXPERTS in (piece.split, *(p.split for p in held[-1:]))
-        if held and (alone or not _follows(held, piece) or piece.stop - held[0].start > MESSAGE_BYTES):
+        if held and (alone or not _follows(held, piece) or piece.stop - held[0].start > most_bytes):
             yield Message(tuple(held))
             held = []
         held.append(piece)
@@ -234,14 +236,20 @@ def _within(local: Box, outer: Box, inner: Box) -> Box:
     return (*local[:lead], *tail)
 
 
+def _message_bytes(chunk_bytes: int) -> int:
+    return max(1, min(chunk_bytes // _CHUNK_MESSAGES, MESSAGE_BYTES))
+
+
 def local_chunks(plan: LoadPlan, mode: StackedMode, most_bytes: int) -> tuple[Chunk, ...]:
     """What one rank reads for itself, in order."""
-    pieces = local_pieces(plan, splits(plan.slots, mode), most_bytes)
-    return tuple(chunks(messages(pieces, experts_alone=False), most_bytes))
+    small = _message_bytes(most_bytes)
+    pieces = local_pieces(plan, splits(plan.slots, mode), small)
+    return tuple(chunks(messages(pieces, small, experts_alone=False), most_bytes))
 
 
 def group_order(plan: LoadPlan, mode: StackedMode, most_bytes: int, world: int) -> tuple[tuple[int, Chunk], ...]:
     """What a group of ``world`` ranks reads and passes on, with the rank that reads it, in order; the same on all ranks."""
-    pieces = common_pieces(plan, splits(plan.slots, mode), most_bytes)
-    parts = chunks(messages(pieces, experts_alone=True), most_bytes)
+    small = _message_bytes(most_bytes)
+    pieces = common_pieces(plan, splits(plan.slots, mode), small)
+    parts = chunks(messages(pieces, small, experts_alone=True), most_bytes)
     return tuple(rounds([f.name for f in plan.files], parts, world))

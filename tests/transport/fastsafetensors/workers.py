@@ -8,8 +8,10 @@ import io
 import json
 import logging
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,103 @@ def load_all(cases: dict[str, list[Any]]) -> dict[str, dict[str, Any]]:
         if wheel:
             sys.path.remove(wheel)
     return found
+
+
+def count(settings: dict[str, Any], directory: str) -> dict[str, Any]:
+    """A load whose allocations are counted: their peak beside the report."""
+    from rtp_llm.loader import load as load_module
+    from tests.transport.fastsafetensors.counting import Counting
+
+    move = load_module._move
+    counting = Counting()
+
+    def counted(*args: Any) -> Any:
+        with counting:
+            return move(*args)
+
+    load_module._move = counted
+    try:
+        return load(directory, **settings) | {"peak": counting.peak}
+    finally:
+        load_module._move = move
+
+
+def rank_loads(cases: list[tuple[str, dict[str, Any]]], counted: bool = False) -> list[dict[str, Any]]:
+    """Several loads one after another on each rank; ``ep_size`` in settings divides the ranks."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found = []
+    for directory, settings in cases:
+        ep_size = settings.get("ep_size", 1)
+        tp_size = world // ep_size
+        place = {"tp_size": tp_size, "tp_rank": rank % tp_size, "ep_size": ep_size, "ep_rank": rank // tp_size}
+        found.append(count(settings | place, directory) if counted else load(directory, **settings | place))
+    return found
+
+
+def rank_dtypes(directory: str, chunk_bytes: int) -> dict[str, Any]:
+    """Rank-local boxes of every dtype through the group's transport; returns what this rank holds, as bytes."""
+    import torch
+
+    from rtp_llm.config.load import StackedMode
+    from rtp_llm.parallel.world import join_world
+    from rtp_llm.transport.fastsafetensors.config import EffectiveConfig
+    from rtp_llm.transport.fastsafetensors.group import GroupTransport
+    from rtp_llm.transport.fastsafetensors.local import Means
+    from rtp_llm.transport.fastsafetensors.sequence import group_order
+    from rtp_llm.transport.interface import Quiet
+    from tests.transport.fastsafetensors.plans import Collect, plan_for, rows_of
+
+    world = join_world(os.environ, "cpu", 60.0)
+    plan = plan_for(Path(directory), rows_of(world.rank, world.size))
+    means = Means(directory, torch.device("cpu"), EffectiveConfig(copier="nogds"), 2, {})
+    sink = Collect(plan)
+    with world.watch() as watch:
+        order = group_order(plan, StackedMode.PER_EXPERT, chunk_bytes, world.size)
+        moved = GroupTransport(means, order, "terms", world, watch).deliver(plan, sink, Quiet(), watch.check)
+        watch.exchange(b"done")
+    assert moved.bytes_placed == plan.bytes_read
+    return {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in sink.memory.items()}
+
+
+def rank_fault(directories: list[str], fault: str, marks: str) -> None:
+    """A load in which one rank is unlike the others or comes to harm; each notes when it has ended, and why."""
+    from rtp_llm import LoadConfig, load_model
+    from rtp_llm.errors import RtpLlmError
+    from rtp_llm.loader import choose
+    from rtp_llm.transport.fastsafetensors import pipeline
+
+    rank = int(os.environ["RANK"])
+    harmed = rank == 1
+    if harmed and fault == "order":
+        in_order = choose.group_order
+        choose.group_order = lambda *args: tuple(reversed(in_order(*args)))
+    if harmed and fault in ("killed", "cut", "frozen"):
+        harm_reads(pipeline.ChunkReader, fault, Path(directories[rank]), Path(marks))
+    try:
+        load_model(directories[rank], load=LoadConfig(device="cpu", load_method="fastsafetensors", timeout_s=60.0))
+    except RtpLlmError as error:
+        Path(marks, str(rank)).write_text(str(time.time()))
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def harm_reads(reader: Any, fault: str, directory: Path, marks: Path) -> None:
+    """At the second message that this rank reads, it dies, freezes, or loses the end of its files."""
+    ask = reader.next
+    asked = []
+
+    def next(self: Any) -> Any:
+        asked.append(1)
+        if len(asked) == 2:
+            (marks / "harm").write_text(str(time.time()))
+            if fault == "cut":
+                for file in directory.glob("*.safetensors"):
+                    os.truncate(file, file.stat().st_size - 64)
+            else:
+                os.kill(os.getpid(), signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+        return ask(self)
+
+    reader.next = next
 
 
 if __name__ == "__main__":
