@@ -22,13 +22,6 @@ from deps.generated import bazelrc, bzlmod_bazelrc, docs_table, module_hubs, wit
 from deps.locks import parse_lock, render_input, render_lock
 from deps.resolve import ResolveError, resolve, run_uv
 
-#: accelerate without torch: the tools come beside a platform's own torch and must not bring another.
-WITHOUT_TORCH = """[[dependency-metadata]]
-name = "accelerate"
-requires-dist = ["huggingface-hub", "numpy", "packaging", "psutil", "pyyaml", "safetensors"]
-"""
-
-
 def offline_files(root: Path, table: Table) -> Iterator[tuple[Path, str]]:
     """Every generated file but the locks: path and contents."""
     yield root / "arch_config" / "platforms.bazelrc", bazelrc(table)
@@ -57,7 +50,7 @@ def tools_lock(root: Path, upgrade: bool) -> tuple[Path, str]:
     header = "# What tests and tools need, on any machine. Written by deps/update.py from tools.in; do not edit.\n"
     with tempfile.TemporaryDirectory(prefix="rtp-lock-") as folder:
         work = Path(folder)
-        (work / "uv.toml").write_text(WITHOUT_TORCH)
+        (work / "uv.toml").write_text((root / "deps" / "tools.uv.toml").read_text(encoding="utf-8"))
         (work / "tools.in").write_text((root / "deps" / "tools.in").read_text(encoding="utf-8"))
         # What lane cpu's tests import beside the platform's own packages: one version of what both have.
         cpu = root / "deps" / "requirements_lock_cpu.txt"

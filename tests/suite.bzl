@@ -35,6 +35,7 @@ def _suite(name, platforms, deps, data = [], each = {}, **kwargs):
             ":helpers",
             "//rtp_llm",
             "//tests:conftest",
+            "@pip_tools//compressed_tensors",
             "@pip_tools//hypothesis",
         ] + [d for d in _SHARED if d != "//{}:helpers".format(native.package_name())] + deps),
         each = own,
