@@ -22,6 +22,7 @@ from deps.generated import bazelrc, bzlmod_bazelrc, docs_table, module_hubs, wit
 from deps.locks import parse_lock, render_input, render_lock
 from deps.resolve import ResolveError, resolve, run_uv
 
+
 def offline_files(root: Path, table: Table) -> Iterator[tuple[Path, str]]:
     """Every generated file but the locks: path and contents."""
     yield root / "arch_config" / "platforms.bazelrc", bazelrc(table)
