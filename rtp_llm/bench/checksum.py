@@ -73,11 +73,16 @@ def checksum(plan: LoadPlan, contents: Contents) -> Sums:
     return Sums(sum(by_tensor.values()) % _MODULUS, by_tensor, len(keys), wanted)
 
 
-def of_model(model: nn.Module) -> Contents:
-    """What a model that this package has loaded holds."""
+def of_model(model: nn.Module, plan: LoadPlan) -> Contents:
+    """What a model that this package has loaded by ``plan`` holds.
+
+    Parameters that are made of their content while loading (quantised inline) hold nothing that could be compared.
+    """
     memory = {name: parameter.data for name, parameter in model.named_parameters()}
 
-    def content(delivery: Delivery, target: Target) -> torch.Tensor:
+    def content(delivery: Delivery, target: Target) -> torch.Tensor | None:
+        if target.param in plan.stages:
+            return None
         return view(memory[target.param], target.box).reshape(extent(delivery.slot_box))
 
     return content
@@ -89,7 +94,7 @@ def of_tensors(get: Callable[[str], torch.Tensor | None], plan: LoadPlan) -> Con
 
     def content(delivery: Delivery, target: Target) -> torch.Tensor | None:
         raw = get(delivery.tensor.name)
-        if raw is None or tuple(raw.shape) != delivery.tensor.shape:
+        if raw is None or target.param in plan.stages or tuple(raw.shape) != delivery.tensor.shape:
             return None
         made = delivery.source.apply(view(raw, delivery.raw_box), delivery.slot_box)
         return made.to(dtypes[target.param])

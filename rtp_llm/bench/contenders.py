@@ -113,8 +113,9 @@ def _ours(job: Job, method: str) -> Outcome:
     report = loaded.report
     if report.effective_mode != method:
         raise Unavailable(f"falls back to {report.effective_mode}: {report.degraded_reason}")
+    threads = readers(load, job.device.type) if method == "scratch" else load.reader_threads or None
     facts = {"phases": dict(report.phases), "slow_path_weights": report.slow_path_weights, "bytes_copied": report.bytes_copied}
-    return Outcome(loaded, lambda plan: of_model(loaded.model), report.bytes_read, readers(load, loaded.device.type), loaded.plan, facts)
+    return Outcome(loaded, lambda plan: of_model(loaded.model, plan), report.bytes_read, threads, loaded.plan, facts)
 
 
 def _scratch(job: Job) -> Outcome:

@@ -104,13 +104,13 @@ def _memory_copy(threads: int) -> float:
 def _reused(files: Sequence[Path], threads: int, *, pinned: bool) -> float:
     """Cached reads into one buffer a thread, too large for a CPU's caches to keep."""
     buffers = [torch.ones(_BLOCK, dtype=torch.uint8, pin_memory=pinned) for _ in range(threads)]
-    views = [memoryview(b.numpy()) for b in buffers]
+    views = [b.numpy().data for b in buffers]
     return _read_all(files, threads, os.O_RDONLY, lambda worker, _, length: views[worker][:length])
 
 
 def _fresh(files: Sequence[Path], threads: int) -> float:
     """Cached reads into memory as an allocator gives it for weights, each byte of it touched for the first time."""
-    memory = memoryview(torch.empty(sum(n for *_, n in _blocks(files)), dtype=torch.uint8).numpy())
+    memory = torch.empty(sum(n for *_, n in _blocks(files)), dtype=torch.uint8).numpy().data
     return _read_all(files, threads, os.O_RDONLY, lambda _, start, length: memory[start : start + length])
 
 

@@ -164,5 +164,5 @@ def _write_file(path: Path, shapes: Mapping[str, tuple[int, ...]], bits: np.rand
         while left:
             count = min(left, _CHUNK)
             raw = bits.random_raw(-(-count // 4)).view(np.uint16)[:count]
-            stream.write(memoryview((raw & _RANDOM_BITS) | _EXPONENT).cast("B"))
+            stream.write(((raw & _RANDOM_BITS) | _EXPONENT).data.cast("B"))
             left -= count

@@ -114,9 +114,17 @@ def copy_companions(catalog: Catalog, out: Path) -> None:
     for pattern in _COMPANIONS:
         for path in sorted(source.glob(pattern)):
             target = out / path.relative_to(source)
-            if path.is_file() and not path.name.endswith(".index.json"):
+            if path.is_file() and not path.name.endswith(".index.json") and _belongs(path, source):
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, target)
+
+
+def _belongs(path: Path, source: Path) -> bool:
+    """Whether a file is the checkpoint's own: in its directory, or, through a link, in the same repository of the hub's
+    cache (``snapshots/<commit>/name`` links to ``blobs/<hash>``).  A link to anywhere else could carry a private file into
+    an export that is published."""
+    real, home = path.resolve(), source.resolve()
+    return real.is_relative_to(home) or (home.parent.name == "snapshots" and real.is_relative_to(home.parent.parent / "blobs"))
 
 
 def _dense_bytes(tensor: TensorInfo) -> int:

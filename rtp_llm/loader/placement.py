@@ -7,7 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from rtp_llm.errors import PlanError, Problem
 from rtp_llm.plan.boxes import Box, extent, view
+from rtp_llm.plan.faults import PlanFault
+from rtp_llm.plan.pieces import ParamSpec
 from rtp_llm.plan.plan import Delivery, LoadPlan
 
 
@@ -19,14 +22,32 @@ def allocate(model: nn.Module, plan: LoadPlan, device: torch.device) -> dict[str
     params: dict[str, nn.Parameter] = {}
     for spec in plan.params:
         prefix, _, attribute = spec.name.rpartition(".")
-        # An inference tensor could not be written by the reader threads, which have a mode of their own.
-        with torch.inference_mode(False):
-            memory = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+        memory = _memory(spec, device)
         params[spec.name] = nn.Parameter(memory, requires_grad=False)
         setattr(model.get_submodule(prefix), attribute, params[spec.name])
     for name, fill in plan.fills:
         view(params[name].data, fill.local_box).fill_(fill.value)
     return params
+
+
+def _memory(spec: ParamSpec, device: torch.device) -> torch.Tensor:
+    """Raises ``PlanError`` where the memory that was free at the preflight has gone to somebody else."""
+    try:
+        # An inference tensor could not be written by the reader threads, which have a mode of their own.
+        with torch.inference_mode(False):
+            return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError for a device; the CPU's allocator has no class of its own
+        if not isinstance(error, torch.OutOfMemoryError) and "not enough memory" not in str(error):
+            raise
+        raise PlanError(
+            Problem(
+                PlanFault.OUT_OF_MEMORY,
+                f"no memory for {spec.name} on {device}",
+                expected=f"{spec.dtype} {list(spec.shape)}",
+                actual="refused, although the preflight found room",
+                fix="another process has taken memory meanwhile; free it and load again",
+            )
+        ) from error
 
 
 class Placement:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
 import torch.distributed as dist
@@ -25,6 +27,9 @@ BEAT_SECONDS = 1.0
 LOST_SECONDS = 7.0
 #: Seconds between two looks for a message, growing from the first to the second, to spare the store of a large group.
 _LOOK_SECONDS = (0.002, 0.05)
+
+#: Findings of one rank that the others are told: more than a message shows, and little for the store.
+_MOST_SHARED = 100
 
 _ERROR = "error"
 _DONE = "done"
@@ -42,7 +47,7 @@ class Watch:
         self._first_beat_s = first_beat_s
         self._store, self._timeout_s = store, timeout_s
         self._stop = threading.Event()
-        self._problem: Problem | None = None
+        self._problems: tuple[Problem, ...] = ()
         self._rounds = 0
         self._thread = threading.Thread(target=self._run, name="rtp_llm-watch", daemon=True)
 
@@ -55,7 +60,7 @@ class Watch:
         if self.size > 1:
             if error is not None:
                 self.post(error)
-                if self._problem is None:
+                if not self._problems:
                     # A launcher ends all ranks as soon as one has ended; rank 0 is to say why before.
                     time.sleep(1.5 * BEAT_SECONDS)
             self._stop.set()
@@ -63,8 +68,8 @@ class Watch:
 
     def check(self) -> None:
         """Raises ``ParallelError`` if a rank has posted an error or was lost."""
-        if self._problem is not None:
-            raise ParallelError(self._problem)
+        if self._problems:
+            raise ParallelError(self._problems)
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, in rank order; all ranks call it, in the same order.
@@ -92,20 +97,20 @@ class Watch:
 
     def post(self, error: BaseException) -> None:
         """Makes ``error`` the group's error, unless there is one already."""
-        problem = error.problems[0] if isinstance(error, RtpLlmError) else _unforeseen(error)
-        rank = self.rank if problem.rank is None else problem.rank
-        self._post(problem.to_json() | {"rank": rank})
+        problems = error.problems if isinstance(error, RtpLlmError) else (_unforeseen(error),)
+        self._post([p if p.rank is not None else replace(p, rank=self.rank) for p in problems[:_MOST_SHARED]])
 
-    def first_error(self, seconds: float) -> Problem | None:
-        """Waits up to ``seconds`` for an error to be known: a broken connection is seen before its cause is."""
+    def first_error(self, seconds: float) -> tuple[Problem, ...]:
+        """The first error of any rank, or nothing.  Waits up to ``seconds`` for it to be known: a broken connection is seen
+        before its cause is."""
         deadline = time.monotonic() + seconds
-        while self._problem is None and time.monotonic() < deadline and self._thread.is_alive():
+        while not self._problems and time.monotonic() < deadline and self._thread.is_alive():
             time.sleep(BEAT_SECONDS / 10)
-        return self._problem
+        return self._problems
 
-    def _post(self, problem: dict[str, object]) -> None:
+    def _post(self, problems: Sequence[Problem]) -> None:
         try:
-            self._store.compare_set(_ERROR, "", json.dumps(problem))
+            self._store.compare_set(_ERROR, "", json.dumps([p.to_json() for p in problems]))
         except dist.DistError:
             pass  # the store's host is gone, and with it the group: its own end says so to everyone
 
@@ -114,7 +119,7 @@ class Watch:
             # A connection of its own: a request that blocks on the group's connection would stop the beats.
             self._beat(self._store.clone())  # type: ignore[attr-defined]  # in torch since 2.7, not yet in its stubs
         except dist.DistError as error:
-            self._problem = _no_store(error)
+            self._problems = (_no_store(error),)
 
     def _beat(self, store: Store) -> None:
         neighbour = (self.rank + 1) % self.size
@@ -123,7 +128,7 @@ class Watch:
             beats += 1
             store.set(f"beat/{self.rank}", str(beats))
             if store.check([_ERROR]):
-                self._problem = Problem.from_json(json.loads(store.get(_ERROR)))
+                self._problems = tuple(map(Problem.from_json, json.loads(store.get(_ERROR))))
                 return
             if store.check([f"beat/{neighbour}"]):
                 now = store.get(f"beat/{neighbour}")
@@ -131,8 +136,8 @@ class Watch:
                     seen, seen_at = now, time.monotonic()
             silence = LOST_SECONDS if seen else self._first_beat_s
             if time.monotonic() - seen_at > silence:
-                self._problem = _lost(neighbour, silence)
-                self._post(self._problem.to_json())
+                self._problems = (_lost(neighbour, silence),)
+                self._post(self._problems)
                 return
             if self._stop.wait(BEAT_SECONDS):
                 # The neighbour must not take a rank that has finished for one that has died.

@@ -63,10 +63,6 @@ class Along:
         start, stop = matrix.spans[self.axis]
         return start // self.per, -(-stop // self.per)
 
-    def offset(self, matrix: Matrix) -> int:
-        """Rows or columns that the first element stands for before the shard's first one."""
-        return matrix.spans[self.axis][0] - self.span(matrix)[0] * self.per
-
     def splits(self, matrix: Matrix) -> bool:
         """Whether the tensor or the shard ends within an element that cannot be divided."""
         if self.partial:

@@ -104,8 +104,8 @@ class Quantiser:
             least, most = torch.aminmax(content)
             amax = torch.maximum(-least, most).float().reshape(1)
         elif self.grid == "channel":
-            least, most = torch.aminmax(content, dim=1, keepdim=True)
-            amax = torch.maximum(-least, most).float()
+            # Two passes: along a dimension, aminmax takes four times as long.
+            amax = torch.maximum(-content.amin(1, keepdim=True), content.amax(1, keepdim=True)).float()
         else:
             assert not isinstance(self.grid, str)
             bn, bk = self.grid

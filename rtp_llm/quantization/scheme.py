@@ -113,8 +113,10 @@ def spread(tensor: torch.Tensor, form: TensorForm, matrix: Matrix) -> torch.Tens
     ``[rows, columns]``."""
     for i, dim in enumerate(form.dims):
         if isinstance(dim, Along) and dim.per > 1:
+            # Picked, not repeated: a declared block may be far larger than the matrix.
             start, stop = matrix.spans[dim.axis]
-            tensor = tensor.repeat_interleave(dim.per, dim=i).narrow(i, dim.offset(matrix), stop - start)
+            elements = torch.arange(start, stop, device=tensor.device) // dim.per - dim.span(matrix)[0]
+            tensor = tensor.index_select(i, elements)
     order = [dim.axis for dim in form.dims if isinstance(dim, Along)]
     if order == [ROWS, COLUMNS]:
         return tensor

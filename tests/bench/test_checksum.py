@@ -29,7 +29,7 @@ def both(directory: Path, load: LoadConfig, parallel: ParallelConfig) -> tuple[S
     """The checksum of our model, and that of safetensors' tensors seen through the same plan."""
     loaded = load_model(directory, load=load, parallel=parallel)
     tensors = raw(directory)
-    return checksum(loaded.plan, of_model(loaded.model)), checksum(loaded.plan, of_tensors(tensors.get, loaded.plan))
+    return checksum(loaded.plan, of_model(loaded.model, loaded.plan)), checksum(loaded.plan, of_tensors(tensors.get, loaded.plan))
 
 
 @pytest.mark.parametrize("place", [(1, 0), (2, 0), (2, 1)])
@@ -53,14 +53,14 @@ def test_tied_and_replicated_weights(tmp_path: Path) -> None:
 def test_one_flipped_bit_is_found_and_its_tensor_named(checkpoint: Path, bit: int, at: str) -> None:
     """Any single bit of any weight changes the total, and only its own tensor's sum."""
     loaded = load_model(checkpoint, load=LoadConfig(device="cpu"))
-    before = checksum(loaded.plan, of_model(loaded.model))
+    before = checksum(loaded.plan, of_model(loaded.model, loaded.plan))
     delivery = next(d for d in loaded.plan.deliveries if d.tensor.name == "model.layers.1.self_attn.k_proj.weight")
     (target,) = delivery.targets
     content = dict(loaded.model.named_parameters())[target.param].data[tuple(slice(a, b) for a, b in target.box)]
     bits = content.view(torch.int16)
     row, column = {"first": (0, 0), "middle": (5, 17), "last": (-1, -1)}[at]
     bits[row, column] ^= torch.tensor(1 << bit, dtype=torch.int32).to(torch.int16)
-    after = checksum(loaded.plan, of_model(loaded.model))
+    after = checksum(loaded.plan, of_model(loaded.model, loaded.plan))
     assert after.text != before.text
     assert list(differing(before.by_tensor, after.by_tensor)) == [delivery.tensor.name]
 

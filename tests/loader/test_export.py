@@ -139,3 +139,17 @@ def test_where_it_may_not_write(tmp_path: Path) -> None:
     before = sorted(p.name for p in tmp_path.iterdir())
     assert export_checkpoint(loaded, tmp_path / "fine").exists()  # nothing is skipped, so the source is not needed
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*before, "fine"])
+
+
+def test_links_that_lead_elsewhere_are_not_followed(tmp_path: Path) -> None:
+    """A checkpoint's README that is a link to somebody's key does not end in the export; a hub cache's links to blobs do."""
+    (tmp_path / "secret").write_text("private")
+    hub = tmp_path / "models--a--b"
+    source = save_tiny_llama(hub / "snapshots" / "0123")
+    blobs = hub / "blobs"
+    blobs.mkdir()
+    (source / "config.json").rename(blobs / "c0ffee")
+    (source / "config.json").symlink_to("../../blobs/c0ffee")
+    (source / "README.md").symlink_to(tmp_path / "secret")
+    out = export_checkpoint(load_model(source, load=CPU), tmp_path / "out")
+    assert (out / "config.json").is_file() and not (out / "README.md").exists()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rtp_llm.errors import ConfigError
 from rtp_llm.parallel.world import join_world
@@ -72,6 +73,19 @@ def test_a_bad_file_on_one_rank_is_everyones_error(checkpoint: str, tmp_path: Pa
         run_ranks(2, workers.load_or_say, [checkpoint, str(tmp_path / "nothing")])
     for result in caught.value.results:
         assert result.returncode == 2 and "NO_DIRECTORY" in result.stderr, str(result)
+
+
+def test_all_findings_of_a_rank_reach_the_others(checkpoint: str, tmp_path: Path) -> None:
+    """Two tensors are missing on rank 1 only: rank 0 is told of both, as if it had found them."""
+    broken = save_tiny_llama(tmp_path / "broken", num_attention_heads=8, num_key_value_heads=4)
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.norm.weight"], tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(2, workers.load_or_say, [checkpoint, str(broken)])
+    for result in caught.value.results:
+        assert result.returncode == 2, str(result)
+        assert "model.norm.weight" in result.stderr and "model.layers.0.mlp.up_proj.weight" in result.stderr, str(result)
 
 
 @pytest.mark.parametrize(("way", "reason"), [("killed", "RANK_LOST"), ("frozen", "RANK_LOST"), ("defect", "ZeroDivisionError: a defect")])

@@ -77,6 +77,18 @@ def make(
             elif parameter.dim() == 2 and not name.endswith("embed_tokens.weight"):
                 parameter.mul_(0.5)  # wider layers than other tests': logits of the same size
     plain.save_pretrained(folder)
+    return quantise(folder, model_class, form, encode=encode, change=change)
+
+
+def quantise(
+    folder: Path,
+    model_class: type[PreTrainedModel],
+    form: Format,
+    *,
+    encode: Encode | None = None,
+    change: Callable[[Tensors], None] | None = None,
+) -> PreTrainedModel:
+    """The same to a plain checkpoint in one file."""
     tensors, dense = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if not quantised(name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -199,6 +200,40 @@ def test_the_first_error_ends_all_threads(tmp_path: Path) -> None:
         deliver(plan, tmp_path, Collect(plan, True), 256, threads=4, check=check)
     assert len(calls) < 200  # of 8,192 parts
     assert not [t for t in threading.enumerate() if t.name.startswith("rtp_llm-read")]
+
+
+def test_many_files_need_few_descriptors(tmp_path: Path) -> None:
+    """However many shards there are, a thread has one of them open."""
+    for i in range(60):
+        save_file({f"t{i:02}": torch.full((4,), float(i))}, tmp_path / f"model-{i + 1:05}-of-00060.safetensors")
+    plan = plan_for(tmp_path, {f"t{i:02}": ((0, 4),) for i in range(60)})
+    before, seen = len(os.listdir("/proc/self/fd")), []
+    sink = Collect(plan, True)
+    deliver(plan, tmp_path, sink, 512, threads=3, check=lambda: seen.append(len(os.listdir("/proc/self/fd"))))
+    assert all(sink.memory[f"t{i:02}"].tolist() == [i] * 4 for i in range(60))
+    assert len(seen) == 60 and max(seen) <= before + 2 * 3  # a file and, while looking, the listing itself
+
+
+def test_one_tensor_at_a_time_is_held_whole(tmp_path: Path) -> None:
+    """Tensors that cannot be read in parts are larger than the buffers: threads hold one between them, as the plan counts."""
+    tensors = {f"t{i}": torch.randn(64, 64) for i in range(8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    plan = plan_for(tmp_path, dict.fromkeys(tensors, ((0, 64), (0, 64))), (Deinterleave(2),))
+    holding, most = [], []
+
+    class Slow(Collect):
+        def place(self, part: Delivery, content: torch.Tensor) -> None:
+            holding.append(part)
+            most.append(len(holding))
+            time.sleep(0.01)
+            super().place(part, content)
+            holding.pop()
+
+    sink = Slow(plan, True)
+    deliver(plan, tmp_path, sink, 1024, threads=4)
+    assert max(most) == 1 and len(most) == 8
+    assert plan.bytes_transient == 2 * 64 * 64 * 4
+    assert all(torch.equal(sink.memory[name], Deinterleave(2).apply(t)) for name, t in tensors.items())
 
 
 def test_files_are_closed(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def doctor(context: click.Context, directory: str | None) -> int:
         "torch": torch_found,
         "packages": [_package(*row) for row in _PACKAGES],
         "tiers": _tiers(torch_found),
+        "quantization": _quantization(torch_found),
         "directory": _directory(Path(directory)) if directory else None,
     }
     lacking = [p["name"] for p in document["packages"] if p["needed"] and p["version"] is None]
@@ -99,6 +100,15 @@ def _tiers(torch_found: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def _quantization(torch_found: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the product of a quantised linear layer runs on here, for each method."""
+    if torch_found["error"] is not None:
+        return []
+    from rtp_llm.quantization.registry import METHODS
+
+    return [{"name": m.name, "product": m.cuda if torch_found["devices"] else m.cpu} for m in METHODS]
+
+
 def _directory(directory: Path) -> dict[str, Any]:
     files = [path for path in sorted(directory.iterdir()) if _regular(path)]
     listed = [{"name": path.name, "bytes": path.stat().st_size, "cached_bytes": pagecache.cached_bytes(path)} for path in files]
@@ -132,6 +142,7 @@ def _text(document: dict[str, Any]) -> None:
     )
     table(("package", "version", "use"), [(p["name"], p["version"] or "not installed", p["use"]) for p in document["packages"]])
     table(("tier", "usable", "reason"), [(t["name"], "yes" if t["usable"] else "no", t["reason"] or "") for t in document["tiers"]])
+    table(("quantisation", "products here"), [(m["name"], m["product"]) for m in document["quantization"]])
     if document["directory"]:
         _directory_text(document["directory"])
     for problem in document["problems"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 import torch
 
@@ -34,13 +35,13 @@ class Hand:
 
     def take(self, message: Message, flat: torch.Tensor) -> int:
         """Places all that this rank wants of a message's bytes (``uint8``, flat); returns how many those were."""
-        before = self.kept_bytes
+        wanted: list[tuple[Delivery, torch.Tensor]] = []
         for piece in message.pieces:
             offset = piece.start - message.start
-            self._take_piece(piece, flat[offset : offset + piece.stop - piece.start])
-        return self.kept_bytes - before
+            wanted += self._of_piece(piece, flat[offset : offset + piece.stop - piece.start])
+        return self._place(wanted)
 
-    def _take_piece(self, piece: Piece, flat: torch.Tensor) -> None:
+    def _of_piece(self, piece: Piece, flat: torch.Tensor) -> Iterator[tuple[Delivery, torch.Tensor]]:
         name = piece.tensor.name
         # A layer's experts are many, and each wants one row.
         one = piece.split is Split.EXPERTS
@@ -49,25 +50,22 @@ class Hand:
             part = narrowed(delivery, piece.box)
             if part is not None:
                 content = as_stored(piece.tensor, piece.box, flat) if content is None else content
-                self._sink.place(part, view(content, _from(piece.box, part.raw_box)))
-                self.kept_bytes += part.nbytes
+                yield part, view(content, _from(piece.box, part.raw_box))
+
+    def _place(self, wanted: list[tuple[Delivery, torch.Tensor]]) -> int:
+        if wanted:
+            self._sink.place_all(wanted)
+        nbytes = sum(part.nbytes for part, _ in wanted)
+        self.kept_bytes += nbytes
+        return nbytes
 
     def take_whole(self, name: str, content: torch.Tensor) -> int:
         """Places all that this rank wants of a whole tensor; returns how many bytes those were, 0 for an unknown name."""
-        before = self.kept_bytes
-        for delivery in self._wanted.get(name, ()):
-            self._sink.place(delivery, view(content, delivery.raw_box))
-            self.kept_bytes += delivery.nbytes
-        return self.kept_bytes - before
+        return self._place([(delivery, view(content, delivery.raw_box)) for delivery in self._wanted.get(name, ())])
 
     def take_expert(self, name: str, expert: int, content: torch.Tensor) -> int:
         """The same of one expert of a stacked tensor, without the dimension of experts."""
-        before = self.kept_bytes
-        for delivery in self._by_expert.get((name, expert), ()):
-            (_, *box) = delivery.raw_box
-            self._sink.place(delivery, view(content, tuple(box))[None])
-            self.kept_bytes += delivery.nbytes
-        return self.kept_bytes - before
+        return self._place([(d, view(content, d.raw_box[1:])[None]) for d in self._by_expert.get((name, expert), ())])
 
 
 def _from(origin: Box, box: Box) -> Box:

@@ -7,7 +7,6 @@ network file system are an order of magnitude slower than reads.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,21 +17,22 @@ from rtp_llm.transport.faults import TransportFault
 
 
 class Files:
-    """The catalogue's files of one directory, opened on first use and closed with the context."""
+    """The catalogue's files of one directory for one thread, which reads them in order: the file read last stays open.
+
+    So a load holds as many descriptors as it has threads, whatever the number of files.
+    """
 
     def __init__(self, directory: str, files: Sequence[FileInfo]) -> None:
         self._directory = Path(directory)
         self._files: Mapping[str, FileInfo] = {f.name: f for f in files}
-        self._open: dict[str, int] = {}
-        self._lock = threading.Lock()
+        self._name: str | None = None
+        self._descriptor = -1
 
     def __enter__(self) -> Files:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
-        self._open.clear()
+        self._close()
 
     def scatter(self, tensor: TensorInfo, start: int, buffers: list[memoryview], goal: int) -> None:
         """Fills ``buffers``, at most 1,024 and ``goal`` bytes together, one after another with the bytes of ``tensor``'s file
@@ -45,8 +45,9 @@ class Files:
                 error.
         """
         try:
-            # Looking into a dictionary needs no lock; the first use of a file takes it.
-            descriptor = self._open.get(tensor.file) or self._descriptor(tensor.file)
+            if tensor.file != self._name:
+                self._open(tensor.file)
+            descriptor = self._descriptor
             got = os.preadv(descriptor, buffers, start)
             while got < goal:
                 # The rest of a call that the kernel cut short: at 2 GiB, at a signal, or at the end of the file.
@@ -61,25 +62,27 @@ class Files:
         """Fills ``into`` with all of a tensor's bytes."""
         self.scatter(tensor, tensor.start, [into], tensor.nbytes)
 
-    def _descriptor(self, name: str) -> int:
-        with self._lock:
-            descriptor = self._open.get(name)
-            if descriptor is None:
-                descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC)
-                self._open[name] = descriptor
-                size = os.fstat(descriptor).st_size
-                if size != self._files[name].size:
-                    raise TransportError(
-                        Problem(
-                            TransportFault.FILE_CHANGED,
-                            "its size has changed since its header was read",
-                            file=name,
-                            expected=f"{self._files[name].size} bytes",
-                            actual=f"{size} bytes",
-                            fix="wait until the download or copy has finished, and load again",
-                        )
-                    )
-            return descriptor
+    def _open(self, name: str) -> None:
+        self._close()
+        self._descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC)
+        self._name = name
+        size = os.fstat(self._descriptor).st_size
+        if size != self._files[name].size:
+            raise TransportError(
+                Problem(
+                    TransportFault.FILE_CHANGED,
+                    "its size has changed since its header was read",
+                    file=name,
+                    expected=f"{self._files[name].size} bytes",
+                    actual=f"{size} bytes",
+                    fix="wait until the download or copy has finished, and load again",
+                )
+            )
+
+    def _close(self) -> None:
+        if self._name is not None:
+            os.close(self._descriptor)
+            self._name = None
 
 
 def _behind(buffers: Sequence[memoryview], done: int) -> list[memoryview]:

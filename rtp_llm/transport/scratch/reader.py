@@ -45,9 +45,16 @@ class ScratchTransport:
 
     def deliver(self, plan: LoadPlan, sink: Sink, progress: Progress, check: Callable[[], None]) -> Moved:
         work = _Work(list(work_of(plan, sink.direct, self._buffer_bytes, self._most_gap)))
-        with Files(self._directory, plan.files) as files, ThreadPoolExecutor(self._threads, "rtp_llm-read") as pool:
+        whole = threading.Lock()
+        with ThreadPoolExecutor(self._threads, "rtp_llm-read") as pool:
             readers = [
-                pool.submit(_Reader(files, sink, progress, self._device, self._buffer_bytes, self._most_gap).run, work, check)
+                pool.submit(
+                    _Reader(
+                        Files(self._directory, plan.files), sink, progress, self._device, self._buffer_bytes, self._most_gap, whole
+                    ).run,
+                    work,
+                    check,
+                )
                 for _ in range(self._threads)
             ]
             _finish(readers, work)
@@ -100,17 +107,26 @@ class _Work:
 class _Reader:
     """One thread's loop."""
 
-    def __init__(self, files: Files, sink: Sink, progress: Progress, device: torch.device, buffer_bytes: int, most_gap: int) -> None:
+    def __init__(
+        self,
+        files: Files,
+        sink: Sink,
+        progress: Progress,
+        device: torch.device,
+        buffer_bytes: int,
+        most_gap: int,
+        whole: threading.Lock,
+    ) -> None:
         self._files, self._sink, self._progress = files, sink, progress
         self._device, self._buffer_bytes = device, buffer_bytes
         self._on_host = device.type == "cpu"
-        self._most_gap = most_gap
+        self._most_gap, self._whole = most_gap, whole
         self._scrap = memoryview(bytearray(max(most_gap, int(MAX_OVERREAD * buffer_bytes))))
         self._overread = self._copied = 0
 
     def run(self, work: _Work, check: Callable[[], None]) -> Moved:
         placed = told = 0
-        with work, Staging(self._device, self._buffer_bytes) as staging:
+        with self._files, work, Staging(self._device, self._buffer_bytes) as staging:
             while (piece := work.next()) is not None:
                 check()
                 if isinstance(piece, Block):
@@ -166,6 +182,16 @@ class _Reader:
         for item in block.extents:
             spans.append((at, at + item.nbytes))
             at += item.staged
+        if at > self._buffer_bytes:
+            # A tensor that has to be held whole: one at a time, which is what the plan counts.
+            with self._whole:
+                self._place(block, spans, at, staging)
+        else:
+            self._place(block, spans, at, staging)
+        self._copied += block.nbytes
+
+    def _place(self, block: Block, spans: Sequence[tuple[int, int]], at: int, staging: Staging) -> None:
+        """Reads a block into ``at`` bytes of a staging buffer, each part to its span, and has it placed."""
         slot = staging.take(at)
         self._read(block, [slot.bytes[a:b] for a, b in spans])
         buffer = slot.tensor
@@ -173,7 +199,6 @@ class _Reader:
             buffer = buffer[:at].to(self._device, non_blocking=True)
         self._sink.place_all([(e.part, as_stored(e.part, buffer[a:b])) for e, (a, b) in zip(block.extents, spans, strict=True)])
         staging.give(slot)
-        self._copied += block.nbytes
 
     def _read(self, block: Block, places: Sequence[memoryview]) -> None:
         """Reads extents that follow each other by one call, or the runs of one extent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -28,8 +28,12 @@ class Collect:
         self.memory = {p.name: torch.zeros(p.shape, dtype=getattr(torch, p.dtype)) for p in plan.params}
         self.placed = 0
 
-    def direct(self, part: Delivery) -> memoryview | None:
+    def direct(self, part: Delivery) -> torch.Tensor | None:
         raise AssertionError("this transport places")
+
+    def place_all(self, items: Sequence[tuple[Delivery, torch.Tensor]]) -> None:
+        for part, content in items:
+            self.place(part, content)
 
     def place(self, part: Delivery, content: torch.Tensor) -> None:
         assert tuple(content.shape) == extent(part.raw_box), (content.shape, part.raw_box)

@@ -1,0 +1,75 @@
+"""Quantised weights on one GPU: the same bits as on the CPU, FP8 made there with the same codes, products on codes.
+
+Tagged ``gpu``: run with ``make pytest ARGS="-m gpu tests/gpu"`` on a machine that has one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rtp_llm import LoadConfig, export_checkpoint, load_model
+from rtp_llm.layers.linear import Linear
+from tests.models.reference import closeness, distance, token_ids
+from tests.quantization.formats import FORMATS, dense_weights, make
+from tests.quantization.test_formats import check_weights, digest
+from tests.support.tiny import save_tiny_llama
+
+pytestmark = pytest.mark.gpu
+
+#: One of each scheme, none of which needs the format's own library.
+OURS = ("fp8-block", "fp8-block-ue8m0", "fp8-static", "gptq-order", "awq", "modelopt-nvfp4")
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
+def test_weights_logits_and_export(name: str, model: str, tmp_path: Path) -> None:
+    """Every place is what a second reader finds; dequantised weights equal the oracle's, computed on the CPU, to the last bit of float32;
+    float32 logits are the oracle's where nothing is computed on codes; the export is the source."""
+    folder = tmp_path / "source"
+    oracle = make(FORMATS[name], model, folder)
+    loaded = load_model(folder, load=LoadConfig(device="cuda", dtype="float32", verify=True))
+    wanted = {key: tensor.cuda() for key, tensor in dense_weights(oracle, tmp_path / "oracle").items()}
+    assert check_weights(loaded, wanted) > 0
+    with torch.inference_mode():
+        found, logits = loaded.model(token_ids().cuda()).cpu(), oracle(token_ids()).logits
+    if not any(module.kernels for module in loaded.model.modules() if isinstance(module, Linear)):
+        assert distance(found, logits) < 1e-3
+    assert digest(export_checkpoint(loaded, tmp_path / "out")) == digest(folder)
+
+
+@pytest.mark.parametrize("grid", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_codes_made_on_the_device(grid: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Tensors that arrive in many parts over several streams: codes and scales are those that the CPU makes, and the peak on the device
+    stays below the prediction and far below that of plain weights."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 16, "vocab_size": 512}
+    folder = save_tiny_llama(tmp_path / "model", dtype=dtype, num_key_value_heads=4, **sizes)
+    method = f"inline-fp8-{grid}"
+    on_cpu = load_model(folder, load=LoadConfig(device="cpu", quantization=method))
+    loaded = load_model(folder, load=LoadConfig(device="cuda", quantization=method, buffer_mib=1, reader_threads=4, verify=True))
+    for (name, one), (_, other) in zip(on_cpu.model.named_parameters(), loaded.model.named_parameters(), strict=True):
+        assert torch.equal(one.reshape(-1).view(torch.uint8), other.cpu().reshape(-1).view(torch.uint8)), name
+    measured, plan = loaded.report.measured_peak_bytes, loaded.plan
+    assert measured is not None
+    # torch's allocator rounds each tensor up, by less than 2 MiB.
+    assert plan.bytes_resident <= measured <= plan.predicted_peak_bytes + 2 * 2**20 * len(plan.params)
+
+
+def test_products_on_codes(tmp_path: Path) -> None:
+    """Dense FP8 layers with a scale a row run on the codes: logits point where those of dequantised weights point."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no FP8 product")
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16, "vocab_size": 512}
+    folder = save_tiny_llama(tmp_path / "model", dtype=torch.bfloat16, num_key_value_heads=4, **sizes)
+    loaded = load_model(folder, load=LoadConfig(device="cuda", quantization="inline-fp8-channel"))
+    layers = [module for module in loaded.model.modules() if isinstance(module, Linear)]
+    assert all(layer.kernels for layer in layers)
+    ids = token_ids(vocab=512).cuda()
+    with torch.inference_mode():
+        on_codes = loaded.model(ids)
+        for layer in layers:
+            layer.kernels.clear()
+        assert closeness(on_codes, loaded.model(ids)) > 0.98
