@@ -51,7 +51,7 @@ def product_suite(name = "tests", data = [], deps = [], **kwargs):
 
     Args:
       name: name of the test_suite.
-      data: beside the two small checkpoints, files that the tests read.
+      data: beside the two small checkpoints and the documentation, files that the tests read.
       deps: beside the product, the fixtures and the test libraries.
       **kwargs: as for pytest_suite.
     """
@@ -60,6 +60,8 @@ def product_suite(name = "tests", data = [], deps = [], **kwargs):
         name = name,
         data = [
             "//deps:models.txt",
+            # what the code generates or promises is held against the documentation
+            "//docs:files",
             "//tools:fetch_models.py",
             "//tools:models",
         ] + data,
