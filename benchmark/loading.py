@@ -7,7 +7,8 @@ python benchmark/loading.py --only bytes,count --dir /mnt/nvme --json --plot gro
 
 Growth is measured with files in the page cache, in fresh processes, by the median of --runs: seconds against bytes, against
 the number of tensors at fixed bytes, and against reader threads.  The exponent is the slope of a line through the points on
-logarithmic axes: 1 is linear, above is worse.
+logarithmic axes: 1 is linear, above is worse.  The steepest slope between two neighbouring points is shown as well, since a
+flat beginning can hide a steep end.
 """
 
 from __future__ import annotations
@@ -98,11 +99,23 @@ def exponent(xs: Sequence[float], ys: Sequence[float]) -> float | None:
     return statistics.linear_regression([math.log(x) for x in xs], [math.log(y) for y in ys]).slope
 
 
+def steepest(xs: Sequence[float], ys: Sequence[float]) -> float | None:
+    """The largest slope between neighbouring points, on logarithmic axes; None for fewer than two."""
+    points = sorted(zip(xs, ys, strict=True))
+    slopes = [math.log(d / b) / math.log(c / a) for (a, b), (c, d) in zip(points, points[1:], strict=False) if c > a]
+    return max(slopes, default=None)
+
+
 def growth(label: str, points: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
     xs = [x for x, _ in points]
-    whole = exponent(xs, [p["seconds"] for _, p in points])
-    moving = exponent(xs, [p["phases"]["transport"] for _, p in points])
-    return {"against": label, "exponent": whole, "exponent_of_transport": moving, "points": [{"x": x, **p} for x, p in points]}
+    seconds, moving = [p["seconds"] for _, p in points], [p["phases"]["transport"] for _, p in points]
+    return {
+        "against": label,
+        "exponent": exponent(xs, seconds),
+        "steepest": steepest(xs, seconds),
+        "exponent_of_transport": exponent(xs, moving),
+        "points": [{"x": x, **p} for x, p in points],
+    }
 
 
 def fits(gb: float, directory: Path) -> bool:
@@ -188,8 +201,8 @@ def show(document: dict[str, Any]) -> None:
             cells = (f"{point['bytes'] / 1e9:.2f}", f"{point['tensors']}", f"{point['seconds']:.3f}", f"{low:.3f} to {high:.3f}")
             table.add_row(f"{point['x']:g}", *cells, f"{speed:.2f}", phases)
         console.print(table)
-        shown = ["none" if e is None else f"{e:.2f}" for e in (one["exponent"], one["exponent_of_transport"])]
-        console.print(f"exponent {shown[0]}, of moving bytes alone {shown[1]}")
+        shown = ["none" if e is None else f"{e:.2f}" for e in (one["exponent"], one["steepest"], one["exponent_of_transport"])]
+        console.print(f"exponent {shown[0]}, steepest between two points {shown[1]}; of moving bytes alone {shown[2]}")
     if document["bench"] is not None:
         table = Table("cache", "loader", "median s", "range", "GB/s", "of limit", title="loaders")
         for row in document["bench"]["contenders"]:

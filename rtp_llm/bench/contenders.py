@@ -8,6 +8,7 @@ themselves, before the clock runs (``modules``), and return tensors that stay va
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -114,7 +115,12 @@ def _ours(job: Job, method: str) -> Outcome:
     if report.effective_mode != method:
         raise Unavailable(f"falls back to {report.effective_mode}: {report.degraded_reason}")
     threads = readers(load, job.device.type) if method == "scratch" else load.reader_threads or None
-    facts = {"phases": dict(report.phases), "slow_path_weights": report.slow_path_weights, "bytes_copied": report.bytes_copied}
+    facts = {
+        "phases": dict(report.phases),
+        "slow_path_weights": report.slow_path_weights,
+        "bytes_copied": report.bytes_copied,
+        "bytes_staging": loaded.plan.bytes_staging,
+    }
     return Outcome(loaded, lambda plan: of_model(loaded.model, plan), report.bytes_read, threads, loaded.plan, facts)
 
 
@@ -199,13 +205,14 @@ def _fastsafetensors_tuned(job: Job) -> Outcome:
 
     tensors = _allocated(job)
     largest = max((t.nbytes for t in job.catalog.tensors), default=0)
+    threads = len(os.sched_getaffinity(0)) if job.cpu else _TUNED_THREADS
     loader = ParallelLoader(
         None,
         job.files,
         use_tqdm_on_load=False,
         device=str(job.device),
         bbuf_size_kb=_BOUNCE_KIB,
-        max_threads=_TUNED_THREADS,
+        max_threads=threads,
         nogds=True,
         max_batch_bytes=max(_CHUNK_BYTES, largest),
         accumulate_resident=False,
@@ -216,7 +223,7 @@ def _fastsafetensors_tuned(job: Job) -> Outcome:
             tensors[name].copy_(tensor, non_blocking=True)
             if not job.cpu:
                 torch.cuda.current_stream().synchronize()  # a borrowed tensor ends with the step
-    return _by_name(job, tensors, _TUNED_THREADS)
+    return _by_name(job, tensors, threads)
 
 
 def _runai(job: Job) -> Outcome:

@@ -40,6 +40,7 @@ def bench(request: Request, tell: Callable[[str], None] = lambda line: None) -> 
     entries = [Entry(c, c.absent(request.device_type, _formats(request))) for c in (BY_NAME[name] for name in request.contenders)]
     states, cold = _possible(request)
     limits: dict[str, list[dict[str, Any]]] = {}
+    busy = os.getloadavg()[0]  # before our own work counts
     with tempfile.TemporaryDirectory(prefix="rtp-llm-bench-") as scratch:
         for turn in range(request.runs):
             for state in states:
@@ -53,7 +54,7 @@ def bench(request: Request, tell: Callable[[str], None] = lambda line: None) -> 
                 for entry in (*entries[first:], *entries[:first]):
                     if not entry.out:
                         tell(f"{label}, {entry.contender.name}: {_one(request, state, entry, Path(scratch))}")
-    return document(request, entries, limits, states, cold)
+    return document(request, entries, limits, states, cold, busy)
 
 
 def _formats(request: Request) -> frozenset[str]:

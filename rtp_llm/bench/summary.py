@@ -42,8 +42,17 @@ class Entry:
 
 
 def document(
-    request: Request, entries: list[Entry], limits: dict[str, list[dict[str, Any]]], states: tuple[str, ...], cold: Eviction | None
+    request: Request,
+    entries: list[Entry],
+    limits: dict[str, list[dict[str, Any]]],
+    states: tuple[str, ...],
+    cold: Eviction | None,
+    busy: float,
 ) -> dict[str, Any]:
+    """The document of ``rtp-llm bench --json``, whose fields ``docs/json.md`` lists.
+
+    ``limits`` has a list of measurements for each name; ``busy`` is the load average before the first run.
+    """
     measured = {name: _limit(found) for name, found in limits.items()}
     reached = {state: reachable(measured, state, request.device_type) for state in states}
     reference = next((e for e in entries if e.sums and not e.contender.ours), next((e for e in entries if e.sums), None))
@@ -62,7 +71,7 @@ def document(
         "ep_rank": request.parallel.ep_rank,
         "runs": request.runs,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(every) | {"file_system": where.kind if where else None},
+        "machine": machine(every) | {"file_system": where.kind if where else None, "load_average": busy},
         "cache": {
             "states": list(states),
             "cold": None if cold is None else {"possible": COLD in states, "how": cold.how, "reason": cold.reason},
@@ -95,6 +104,7 @@ def _limit(found: list[dict[str, Any]]) -> dict[str, Any]:
         "what": found[0]["what"],
         "gb_per_s": statistics.median(speeds),
         "range": [speeds[0], speeds[-1]],
+        "runs": [limit["gb_per_s"] for limit in found],
         "threads": found[0]["threads"],
         "reason": found[0]["reason"],
     }
@@ -110,12 +120,12 @@ _BOUNDS = {
 
 
 def reachable(limits: Mapping[str, Mapping[str, Any]], state: str, device_type: str) -> dict[str, Any] | None:
-    """The limit, ``{"name", "gb_per_s"}``, that a load cannot pass; None where it was not measured."""
+    """The limit, ``{"name", "gb_per_s", "runs"}``, that a load cannot pass; None where it was not measured."""
     names = [name for name in _BOUNDS[state, device_type] if name in limits and limits[name]["gb_per_s"] > 0]
     if len(names) < len(_BOUNDS[state, device_type]):
         return None
     name = min(names, key=lambda n: limits[n]["gb_per_s"])
-    return {"name": name, "gb_per_s": limits[name]["gb_per_s"]}
+    return {"name": name, "gb_per_s": limits[name]["gb_per_s"], "runs": limits[name]["runs"]}
 
 
 def _row(entry: Entry, reached: Mapping[str, dict[str, Any] | None], reference: Entry | None) -> dict[str, Any]:
@@ -144,7 +154,7 @@ def _result(found: list[dict[str, Any]], limit: dict[str, Any] | None) -> dict[s
         "seconds": median,
         "range": [seconds[0], seconds[-1]],
         "gb_per_s": speed,
-        "ratio": None if limit is None else speed / limit["gb_per_s"],
+        "ratio": None if limit is None else _ratio(found, limit["runs"]),
         **{name: _most(found, name) for name in ("peak_host_bytes", "pinned_bytes", "peak_device_bytes", "device_bytes_taken")},
         **{name: _median(found, name) for name in ("startup_seconds", "first_bytes_seconds", "import_seconds", "device_seconds")},
         "bytes": found[0]["bytes"],
@@ -152,6 +162,14 @@ def _result(found: list[dict[str, Any]], limit: dict[str, Any] | None) -> dict[s
         "threads": found[0]["threads"],
         "runs": found,
     }
+
+
+def _ratio(found: list[dict[str, Any]], limits: list[float]) -> float | None:
+    """The median over turns of speed against the limit of the same turn: a machine that other work slows down for a while slows
+    both."""
+    if len(found) != len(limits) or not all(limits):
+        return None
+    return statistics.median(r["bytes"] / 1e9 / r["seconds"] / limit for r, limit in zip(found, limits, strict=True))
 
 
 def _most(found: list[dict[str, Any]], name: str) -> int | None:

@@ -74,11 +74,14 @@ class Linear(Quantisable):
         return {"weight": tuple(weight), "bias": tuple(bias)} | self.held_tiles()
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x W^T + bias``, whatever holds ``W``: by the kernel that was chosen at start-up, else dequantised."""
+        """``x W^T + bias``, whatever holds ``W``: by the kernel that was chosen at start-up, else dequantised.
+
+        Kernels give bfloat16; for a model that asks for more, weights are dequantised.
+        """
         if not self.held:
             return F.linear(x, self.weight, bias)
         kernel = self.kernels.get(WEIGHT)
-        return F.linear(x, self.dense(WEIGHT).to(x.dtype), bias) if kernel is None else kernel(x, bias)
+        return F.linear(x, self.dense(WEIGHT).to(x.dtype), bias) if kernel is None or x.dtype != torch.bfloat16 else kernel(x, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x, self.bias)

@@ -69,7 +69,7 @@ def choose(drafted: Draft, device: torch.device, load: LoadConfig, world: World,
     gpudirect = device.type == "cuda" and config.copier in ("gds", "fgds") and _GDS_NODE.exists()
     if config.copier == "gds" and not gpudirect and config.loader == "base":
         config = replace(config, copier="nogds")
-    mine = _Found(probe(), _facts(drafted, device, world, config, gpudirect), _direct(drafted, config))
+    mine = _Found(_reached(probe(), config), _facts(drafted, device, world, config, gpudirect), _direct(drafted, config))
     found = _together(mine, watch)
     first = decide(load.load_method, mode, found.facts, found.capabilities)
     if first.method == SCRATCH:
@@ -95,6 +95,13 @@ def _told(chosen: Chosen, world: World) -> Chosen:
     if world.rank == 0:
         _log.log(chosen.decision.level, "%s", chosen.decision.text)
     return chosen
+
+
+def _reached(capabilities: Capabilities, config: EffectiveConfig) -> Capabilities:
+    """Without its parts the package takes its configuration from the environment alone, which is never written."""
+    if capabilities.tier is not Tier.WHOLE or (config.source == "defaults" and config.direct is None):
+        return capabilities
+    return replace(capabilities, tier=Tier.TOO_OLD, reason=f"the installed wheel cannot be given the settings of {config.source}")
 
 
 def _least(device: torch.device, config: EffectiveConfig) -> int:

@@ -115,7 +115,7 @@ class Listed:
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """What is quantised, by ``method``: each scheme with the number of modules that have it; the entries of lists; and plain
-    modules that the declaration says nothing of.  The same on all ranks."""
+    modules that the declaration says nothing of.  Counts of what is made while loading are this rank's."""
 
     method: str
     schemes: tuple[tuple[str, int], ...]
@@ -205,7 +205,8 @@ def agreement_lines(
     yield f"architecture {architecture} dtype {dtype} tp_size {parallel.tp_size} ep_size {parallel.ep_size}"
     yield f"logical tensors {model_digest}"
     if quantization is not None:
-        yield f"quantisation {quantization.method} {quantization.schemes}"
+        # Without the counts: ranks that hold fewer experts make fewer FP8 weights of them.
+        yield f"quantisation {quantization.method} {sorted(name for name, _ in quantization.schemes)}"
     for layer in experts:
         yield f"experts of layer {layer.layer} on expert-parallel ranks {layer.held}"
     for t in tensors:

@@ -91,12 +91,11 @@ class Fields:
         value = self.raw.get(name)
         if value is None:
             return default
-        good = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**24
-        if isinstance(value, int) and not isinstance(value, bool) and allowed is not None and value not in allowed:
-            self.unsupported(name, f"one of {', '.join(map(str, sorted(allowed)))}")
-            return default
-        if allowed is None and not good or not isinstance(value, int) or isinstance(value, bool):
+        if not isinstance(value, int) or isinstance(value, bool) or (allowed is None and not 0 < value < 2**24):
             self.fail(name, "a whole number above 0")
+            return default
+        if allowed is not None and value not in allowed:
+            self.unsupported(name, f"one of {', '.join(map(str, sorted(allowed)))}")
             return default
         return value
 

@@ -45,7 +45,7 @@ class ScaledProduct:
             scale = self.static.expand(rows.shape[0], 1).contiguous()
         codes = (rows.float() / scale).clamp_(-_MAX, _MAX).to(torch.float8_e4m3fn)
         out: torch.Tensor = torch._scaled_mm(codes, self.weight.t(), scale_a=scale, scale_b=self.scale, out_dtype=torch.bfloat16)
-        out = out.to(x.dtype).unflatten(0, x.shape[:-1])
+        out = out.to(x.dtype).reshape(*x.shape[:-1], -1)
         return out if bias is None else out + bias
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -42,9 +43,12 @@ _FUSED = {
     "kv_a_proj_with_mqa": ("fused_qkv_a_proj_with_mqa",),
 }
 
-#: Seconds for one name against one expression: a checkpoint is untrusted, and an expression may take for ever.  Real ones take
-#: microseconds.
-_TIMEOUT = 0.5
+#: Seconds for one name against one expression, and for all of a list: a checkpoint is untrusted, and an expression may take for
+#: ever.  Real ones take microseconds, and a second for a model with 45,000 modules.
+_TIMEOUT, _BUDGET = 0.5, 10.0
+
+#: A glob whose only wildcard ends it.
+_SIMPLE = re.compile(r"[^*?\[{]+\*")
 
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}")
 
@@ -65,13 +69,16 @@ def spellings(name: str) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Compiled:
-    """A list, sorted by how entries are looked up: by the name itself, by runs of its dotted parts, or one after another."""
+    """A list, sorted by how entries are looked up: by the name itself, by runs of its dotted parts, by its beginning (of each
+    length that an entry has), or one after another."""
 
     whole: dict[str, str] = field(default_factory=dict)
     runs: dict[str, str] = field(default_factory=dict)
+    beginnings: dict[int, dict[str, str]] = field(default_factory=dict)
     parts: list[tuple[str, regex.Pattern[str]]] = field(default_factory=list)
     starts: list[tuple[str, regex.Pattern[str]]] = field(default_factory=list)
     substrings: list[tuple[str, str]] = field(default_factory=list)
+    spent: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,9 @@ class Names:
                 found.parts.append((entry, _pattern(entry, rf"(?:.*\.)?{_globbed(plain)}(?:\..*)?")))
             else:
                 found.runs[plain] = entry
+        elif self.match == "glob" and _SIMPLE.fullmatch(plain):
+            # What ModelOpt writes, one for each layer: far too many to try them all on every expert.
+            found.beginnings.setdefault(len(plain) - 1, {})[plain[:-1]] = entry
         elif open_ended:
             found.parts.append((entry, _pattern(entry, _globbed(plain, dots=self.match == "glob"))))
 
@@ -132,11 +142,13 @@ class Names:
                         yield entry
         yield from (entry for entry, text in found.substrings if text in plain)
         candidates = (plain, *plain.split(".")) if self.match == "glob" else (plain,)
+        for length, entries in found.beginnings.items():
+            yield from (entries[one[:length]] for one in candidates if one[:length] in entries)
         for entry, pattern in found.parts:
-            if any(_matches(pattern.fullmatch, entry, one) for one in candidates):
+            if any(_matches(pattern.fullmatch, entry, one, found) for one in candidates):
                 yield entry
         for entry, pattern in found.starts:
-            if any(_matches(pattern.match, entry, prefix + plain) for prefix in _PREFIXES):
+            if any(_matches(pattern.match, entry, prefix + plain, found) for prefix in _PREFIXES):
                 yield entry
 
 
@@ -163,19 +175,28 @@ def _pattern(entry: str, text: str) -> regex.Pattern[str]:
         ) from None
 
 
-def _matches(test: object, entry: str, name: str) -> bool:
+def _matches(test: Callable[..., object], entry: str, name: str, compiled: _Compiled) -> bool:
+    start = time.perf_counter()
     try:
-        return test(name, timeout=_TIMEOUT) is not None  # type: ignore[operator]
+        found = test(name, timeout=_TIMEOUT) is not None
     except TimeoutError:
-        raise QuantizationError(
-            Problem(
-                QuantFault.SLOW_PATTERN,
-                f"a regular expression takes more than {_TIMEOUT} s for the name {name}"[:300],
-                file="config.json",
-                expected="an expression that names modules",
-                actual=repr(entry)[:100],
-            )
-        ) from None
+        raise _too_slow(entry, name) from None
+    compiled.spent += time.perf_counter() - start
+    if compiled.spent > _BUDGET:
+        raise _too_slow(entry, name)
+    return found
+
+
+def _too_slow(entry: str, name: str) -> QuantizationError:
+    return QuantizationError(
+        Problem(
+            QuantFault.SLOW_PATTERN,
+            f"regular expressions take more than {_TIMEOUT} s for one name, or {_BUDGET} s for all, at {name}"[:300],
+            file="config.json",
+            expected="expressions that name modules",
+            actual=repr(entry)[:100],
+        )
+    )
 
 
 def texts(value: object) -> Iterable[str] | None:

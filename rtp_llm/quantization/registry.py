@@ -102,8 +102,9 @@ def read_declared(raw: Mapping[str, Any], own_file: Mapping[str, Any] | None, re
             )
         )
     declared = found[0] if found else None
-    inline = requested in GRIDS
-    if requested is not None and (inline if declared is not None else not inline):
+    wanted = None if requested in GRIDS else requested
+    if requested is not None and wanted != (None if declared is None else declared.method):
+        plain = f"leave the setting out, or quantise plain weights while they are loaded with {' or '.join(sorted(GRIDS))}"
         raise QuantizationError(
             Problem(
                 QuantFault.CONTRADICTION,
@@ -111,20 +112,7 @@ def read_declared(raw: Mapping[str, Any], own_file: Mapping[str, Any] | None, re
                 file="config.json",
                 expected=requested,
                 actual="no quantisation" if declared is None else declared.method,
-                fix="leave the setting out, or quantise plain weights while they are loaded with " + " or ".join(sorted(GRIDS))
-                if declared is None
-                else "leave the setting out: the checkpoint says what it is",
-            )
-        )
-    if requested is not None and declared is not None and requested != declared.method:
-        raise QuantizationError(
-            Problem(
-                QuantFault.CONTRADICTION,
-                "--quantization is not what the checkpoint is",
-                file="config.json",
-                expected=requested,
-                actual=declared.method,
-                fix="leave the setting out: the checkpoint says what it is",
+                fix=plain if declared is None else "leave the setting out: the checkpoint says what it is",
             )
         )
     return declared

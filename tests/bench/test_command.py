@@ -40,7 +40,9 @@ def test_document(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for contender in (ours, theirs):
         for state, result in contender["results"].items():
             assert result["range"][0] <= result["seconds"] <= result["range"][1] and len(result["runs"]) == 2
-            assert result["ratio"] == pytest.approx(result["gb_per_s"] / found["reachable"][state]["gb_per_s"])
+            limits = found["reachable"][state]["runs"]
+            turns = [r["bytes"] / 1e9 / r["seconds"] / limit for r, limit in zip(result["runs"], limits, strict=True)]
+            assert result["ratio"] == pytest.approx(sum(turns) / 2)
             assert all(r["cached"] == (1.0 if state == "warm" else 0.0) for r in result["runs"])
     assert "run 2 of 2, cold, safetensors: " in shown.err
 
@@ -123,7 +125,7 @@ def test_other_values_are_a_problem_that_names_tensors(checkpoint: Path) -> None
     """A loader whose bits differ from the peer's is named with tensor, expected and actual sum; so is one that varies."""
     ours = Entry(BY_NAME["rtp-llm"], None, {WARM: [line("aa"), line("bb")]}, sums={"x": 1, "y": 2})
     theirs = Entry(BY_NAME["safetensors"], None, {WARM: [line("cc")]}, sums={"x": 1, "y": 3})
-    found = document(asked(checkpoint), [ours, theirs], {}, (WARM,), None)
+    found = document(asked(checkpoint), [ours, theirs], {}, (WARM,), None, 0.0)
     first, second = found["problems"]
     assert first["fault"] == second["fault"] == "VALUES_DIFFER"
     assert {first["tensor"], second["tensor"]} == {"y", None}
@@ -134,17 +136,18 @@ def test_other_values_are_a_problem_that_names_tensors(checkpoint: Path) -> None
 def test_a_warm_run_on_files_that_are_not_cached_is_a_problem(checkpoint: Path) -> None:
     """Too little memory for the page cache would make every warm number a lie."""
     entry = Entry(BY_NAME["rtp-llm"], None, {WARM: [line("aa", cached=0.5)]}, sums={"x": 1})
-    (problem,) = document(asked(checkpoint), [entry], {}, (WARM,), None)["problems"]
+    (problem,) = document(asked(checkpoint), [entry], {}, (WARM,), None, 0.0)["problems"]
     assert problem["fault"] == "NOT_WARM" and problem["actual"] == "50%"
 
 
 def test_what_bounds_a_load() -> None:
     """On a GPU the smaller of copy and cached reads; an unmeasured bound is no bound at all."""
-    limits = {name: {"gb_per_s": speed} for name, speed in (("pinned_copy", 55.0), ("cached_read", 46.0), ("fresh_read", 4.0))}
-    assert reachable(limits, WARM, "cuda") == {"name": "cached_read", "gb_per_s": 46.0}
-    assert reachable(limits, WARM, "cpu") == {"name": "fresh_read", "gb_per_s": 4.0}
+    speeds = (("pinned_copy", 55.0), ("cached_read", 46.0), ("fresh_read", 4.0))
+    limits = {name: {"gb_per_s": speed, "runs": [speed]} for name, speed in speeds}
+    assert reachable(limits, WARM, "cuda") == {"name": "cached_read", "gb_per_s": 46.0, "runs": [46.0]}
+    assert reachable(limits, WARM, "cpu") == {"name": "fresh_read", "gb_per_s": 4.0, "runs": [4.0]}
     assert reachable(limits, COLD, "cuda") is None
-    assert reachable(limits | {"pinned_copy": {"gb_per_s": 0.0}}, WARM, "cuda") is None
+    assert reachable(limits | {"pinned_copy": {"gb_per_s": 0.0, "runs": [0.0]}}, WARM, "cuda") is None
 
 
 def test_cold_alone_where_it_cannot_be_had(checkpoint: Path, tmp_path: Path) -> None:

@@ -121,4 +121,4 @@ def planned(
 def loaded(folder: Path, model: nn.ModuleList, plan: LoadPlan) -> None:
     """Carries the plan out, with buffers so small that tensors arrive in parts."""
     params = allocate(model, plan, torch.device("cpu"))
-    ScratchTransport(str(folder), torch.device("cpu"), 2, 256).deliver(plan, Placement(params), Quiet(), lambda: None)
+    ScratchTransport(str(folder), torch.device("cpu"), 2, 256, 1 << 17).deliver(plan, Placement(params), Quiet(), lambda: None)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from rtp_llm import LoadConfig, ParallelConfig, export_checkpoint, load_model
+from rtp_llm import LoadConfig, ParallelConfig, build_plan, export_checkpoint, load_model
 from tests.models.reference import distance, randomise, token_ids
+from tests.moe import variants
 from tests.quantization.formats import FORMATS, MODELS, make
 from tests.support.ranks import run_ranks
 
@@ -75,3 +76,12 @@ def plain_checkpoint(model: str, folder: Path, dtype: torch.dtype = torch.float3
             if name.endswith("mlp.gate.weight"):
                 parameter.mul_(8)
     made.to(dtype).save_pretrained(folder)
+
+
+def test_ranks_with_unequal_shares_agree(tmp_path: Path) -> None:
+    """Seven experts over two ranks: one makes FP8 of four, the other of three, and the plans they compare are the same."""
+    variants.make("qwen3_moe", tmp_path)
+    load = LoadConfig(device="cpu", quantization="inline-fp8-tensor")
+    plans = [build_plan(tmp_path, ParallelConfig(ep_size=2, ep_rank=rank), load) for rank in range(2)]
+    assert plans[0].quantization != plans[1].quantization
+    assert plans[0].digest == plans[1].digest

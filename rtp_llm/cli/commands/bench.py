@@ -125,7 +125,7 @@ def _text(document: dict[str, Any]) -> None:
             ("rank", f"tp {document['tp_rank']} of {document['tp_size']}, ep {document['ep_rank']} of {document['ep_size']}"),
             ("machine", f"{machine['cpu']}, {machine['cpus']} CPUs, {size(machine['memory_bytes'])}, {machine['file_system']}"),
             ("versions", f"python {machine['python']}, torch {machine['torch']}, kernel {machine['kernel']}"),
-            ("date", document["date"]),
+            ("date", f"{document['date']}, load average before {machine['load_average']:.1f}"),
             ("cold", _cold(document["cache"]["cold"])),
         ]
     )

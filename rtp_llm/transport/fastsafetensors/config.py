@@ -34,7 +34,7 @@ class EffectiveConfig:
 
     ``source`` says where it came from; ``copier`` is ``nogds``, ``gds``, ``fgds``, or the loader's own; ``queue_size`` -1
     means one chunk at a time, 0 a second one that is read meanwhile, n > 0 n more; ``copier_options`` go to the package as
-    they are; ``direct`` is None where each file's place in the page cache decides; ``text`` is the whole as JSON.
+    they are; ``direct`` is None where each file's place in the page cache decides.
     """
 
     source: str = "defaults"
@@ -47,7 +47,6 @@ class EffectiveConfig:
     debug_log: bool = False
     copier_options: tuple[tuple[str, Any], ...] = ()
     direct: bool | None = None
-    text: str = "{}"
 
     @property
     def depth(self) -> int:
@@ -118,7 +117,6 @@ def effective(load: LoadConfig, directory: Path | None = None) -> EffectiveConfi
         debug_log=flat.get("debug_log", False),
         copier_options=tuple((k, v) for k, v in sorted(section.items()) if k not in _COMMON),
         direct=direct,
-        text=text,
     )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from fastsafetensors import SafeTensorsMetadata
+from fastsafetensors import SafeTensorsMetadata, cpp
 from fastsafetensors.frameworks import get_framework_op
 from fastsafetensors.loader import BaseSafeTensorsFileLoader
 from fastsafetensors.parallel_loader import PipelineParallel
@@ -50,6 +50,7 @@ class ChunkLoader(BaseSafeTensorsFileLoader):  # type: ignore[misc]  # the packa
         threads: int,
     ) -> None:
         self._chunks, self._path_of, self._witness = chunks, path_of, witness
+        cpp.set_debug_log(config.debug_log)
         framework = get_framework_op(_FRAMEWORK)
         copier = config.loader if config.loader in _OWN_COPIERS else config.copier
         options = {"max_threads": threads, **dict(config.copier_options)}

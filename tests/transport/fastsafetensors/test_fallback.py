@@ -77,6 +77,8 @@ def simple(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     cases |= {f"old {what}": (llama, source, {}) for what, source in wheels.TOO_OLD.items()}
     cases |= {f"whole {' '.join(more)}": (moe, wheels.working(more), part) for more in MORE}
     cases |= {f"estimate {value}": (llama, wheels.working(estimate=f"estimated_peak_device_bytes = {value}"), {}) for value in ESTIMATES}
+    inline = {"fastsafetensors_config_json": '{"queue_size": 0}'}
+    cases["inline"] = (llama, wheels.working(), inline)
     cases["loses"] = (llama, wheels.working(loses="k_proj"), {})
     planted = {name: (d, wheels.planted(folder / str(i), source), s) for i, (name, (d, source, s)) in enumerate(cases.items())}
     return loaded_all(planted | {"absent": (llama, None, {"hide": True}), "auto": (llama, None, {"load_method": "auto"})})
@@ -130,8 +132,8 @@ def test_close_that_fails_after_all_is_in_place(llama: Path, tmp_path: Path) -> 
 
 
 def test_too_little_memory(llama: Path) -> None:
-    """A budget that the weights and one chunk overrun: scratch, with a WARNING."""
-    found = loaded(llama, fastsafetensors_config_json='{"device_memory_budget": 212000}')
+    """A budget that the weights and the smallest chunk overrun: scratch, with a WARNING. (A little more, and chunks become smaller.)"""
+    found = loaded(llama, fastsafetensors_config_json='{"device_memory_budget": 211100}')
     assert_fell_back(found, "WARNING", "does not fit")
 
 
@@ -141,6 +143,11 @@ def test_wheels_with_autoloader_alone(simple: dict[str, dict[str, Any]], more: t
     report = simple[f"whole {' '.join(more)}"]["report"]
     assert (report["load_method"], report["tier"], report["slow_path_weights"]) == ("fastsafetensors", "whole", 0)
     assert report["verified"]
+
+
+def test_settings_that_a_wheel_cannot_be_given(simple: dict[str, dict[str, Any]]) -> None:
+    """AutoLoader reads the environment alone: settings that are not there are not silently left out."""
+    assert_fell_back(simple["inline"], "WARNING", "cannot be given the settings of FASTSAFETENSORS_CONFIG_JSON")
 
 
 def test_slow_path_is_counted(simple: dict[str, dict[str, Any]]) -> None:

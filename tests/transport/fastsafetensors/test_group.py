@@ -48,6 +48,25 @@ def test_every_rank_holds_its_weights(checkpoints: dict[str, str], world: int) -
         assert sum(report["bytes_read"] for report in reports) <= size
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_quantised_weights_and_weights_quantised_on_the_way(tmp_path: Path, world: int) -> None:
+    """Codes, scales and zero points of several formats, experts apart and stacked, and FP8 that is made while loading: the same
+    bits as by scratch, on every rank."""
+    from tests.quantization.formats import FORMATS, make
+
+    cases: list[tuple[str, dict[str, Any]]] = []
+    for number, (name, model) in enumerate([("fp8-block", "llama"), ("gptq-order", "llama"), ("awq", "llama"), ("fp8-block", "qwen3_moe")]):
+        folder = tmp_path / str(number)
+        make(FORMATS[name], model, folder)
+        cases.append((str(folder), {"ep_size": world if model == "qwen3_moe" else 1}))
+    plain = save_tiny_llama(tmp_path / "plain", hidden_size=192, intermediate_size=320)
+    stacked = workers.save_moe(tmp_path / "stacked", "glm4_moe", published=False)
+    cases += [(str(plain), {"quantization": "inline-fp8-tensor"}), (str(stacked), {"quantization": "inline-fp8-tensor", "ep_size": world})]
+    for result in run_ranks(world, workers.rank_same, cases, timeout=240):
+        for (folder, _), (_, method, same) in zip(cases, result.value, strict=True):
+            assert (method, same) == ("fastsafetensors", True), folder
+
+
 @pytest.mark.parametrize("chunk_bytes", [100, 1 << 20])
 def test_every_dtype_crosses_as_bytes(tmp_path: Path, chunk_bytes: int) -> None:
     """fp8, UE8M0, odd sizes, scalars and empties, in chunks smaller and larger than tensors: each rank's rows, bit for bit."""

@@ -150,6 +150,27 @@ def rank_loads(cases: list[tuple[str, dict[str, Any]]], counted: bool = False) -
     return found
 
 
+def rank_same(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, str, bool]]:
+    """For each checkpoint and its settings what fastsafetensors' load is called, and whether it holds the bits of scratch's."""
+    import torch
+
+    from rtp_llm import LoadConfig, ParallelConfig, load_model
+
+    rank, world, found = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), []
+    for directory, settings in cases:
+        ep_size = settings.pop("ep_size", 1)
+        tp_size = world // ep_size
+        place = ParallelConfig(tp_size, rank % tp_size, ep_size, rank // tp_size)
+        models = [
+            load_model(directory, parallel=place, load=LoadConfig(device="cpu", load_method=method, **settings))
+            for method in ("scratch", "fastsafetensors")
+        ]
+        bits = [{name: p.data.contiguous().reshape(-1).view(torch.uint8) for name, p in model.model.named_parameters()} for model in models]
+        same = bits[0].keys() == bits[1].keys() and all(torch.equal(bits[0][name], bits[1][name]) for name in bits[0])
+        found.append((directory, models[1].report.load_method, same))
+    return found
+
+
 def rank_dtypes(directory: str, chunk_bytes: int) -> dict[str, Any]:
     """Rank-local boxes of every dtype through the group's transport; returns what this rank holds, as bytes."""
     import torch
