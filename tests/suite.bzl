@@ -37,6 +37,7 @@ def _suite(name, platforms, deps, data = [], each = {}, **kwargs):
             "//tests:conftest",
             "@pip_tools//compressed_tensors",
             "@pip_tools//hypothesis",
+            "@pip_tools//matplotlib",
         ] + [d for d in _SHARED if d != "//{}:helpers".format(native.package_name())] + deps),
         each = own,
         target_compatible_with = only_on(platforms),
@@ -69,6 +70,8 @@ def product_suite(name = "tests", data = [], deps = [], **kwargs):
         # $(rootpath //tools:models), which cannot be asked for where the data is left out
         env = {"RTP_LLM_TEST_MODELS": "tools/models"},
         platforms = platforms_with(accelerator = "none"),
+        # 15 minutes: hundreds of processes in the longest file, on a machine that may be busy
+        timeout = "long",
         **kwargs
     )
 
