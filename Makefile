@@ -13,7 +13,7 @@ export TQDM_DISABLE := 1
 
 WORKERS ?= 2
 
-.PHONY: help setup models demo test lint pytest bench format pins clean
+.PHONY: help setup models demo test bazel bazel7 lock lint pytest bench format pins clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
@@ -31,17 +31,30 @@ models: setup ## the two small checkpoints of the demo and the tests, in .cache/
 demo: models ## inspect, plan, load and run SmolLM2 and MiniLM
 	@tools/demo.sh
 
-test: lint pytest ## lint and the whole CPU suite
+test: lint bazel ## lint and every test, through Bazel, in the lane of every platform
 
-lint: setup ## ruff, mypy, import directions; all of them, whatever the first one finds
+bazel: ## every test as a Bazel target, each once; installs Debian's Bazel where there is none
+	@tools/bazel_tests.sh
+
+lint: setup ## ruff, mypy, import directions, Bazel files; all of them, whatever the first one finds
 	@status=0; \
 	$(BIN)/ruff check . || status=1; \
 	$(BIN)/ruff format --check . || status=1; \
 	$(BIN)/mypy || status=1; \
+	MYPYPATH=. $(BIN)/mypy --explicit-package-bases arch_config deps bazel tools/count_tests.py || status=1; \
 	PYTHONPATH=. $(BIN)/lint-imports --no-cache --no-logo || status=1; \
+	tools/buildifier.sh --check || status=1; \
 	exit $$status
 
-pytest: models ## the CPU suite; make pytest ARGS="-k name tests/plan" for less
+bazel7: ## MODULE.bazel on Debian's Bazel 7.7, in a folder of its own; its wheels against Bazel 4's
+	@tools/get_bazel.sh
+	@bazel/compat/bazel7/run.sh
+
+lock: ## locks and all else that follows from the platform table; make lock PLATFORM=cuda13 for one lock
+	@tools/get_bazel.sh
+	@tools/bazel run --noshow_progress //deps:update -- $(addprefix --platform ,$(PLATFORM)) $(ARGS)
+
+pytest: models ## the CPU suite without Bazel, the quick loop; make pytest ARGS="-k name tests/plan" for less
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 bench: setup ## the CPU benchmarks, small sizes; ARGS= for the sizes of the tables in benchmark/

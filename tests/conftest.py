@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 def fetched(name: str) -> Path:
     """A checkpoint of ``tools/fetch_models.py``.  Where it cannot be had the test fails: a skip would hide it."""
-    cache = Path(os.environ.get("RTP_LLM_TEST_MODELS", ROOT / ".cache" / "models"))
+    cache = Path(os.environ.get("RTP_LLM_TEST_MODELS", ROOT / ".cache" / "models")).absolute()
     command = [sys.executable, str(ROOT / "tools" / "fetch_models.py"), name, "--cache", str(cache)]
     done = subprocess.run(command, env=child_env(), capture_output=True, text=True, check=False)
     if done.returncode:

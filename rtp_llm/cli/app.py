@@ -80,4 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     # The program's outer edge: whatever comes is shown as a message, and --debug shows where it came from.
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001
-        return report(error, as_json=output.json, debug="--debug" in arguments, speaks=output.speaks)
+        code = report(error, as_json=output.json, debug="--debug" in arguments, speaks=output.speaks)
+        _leave_unwritten()
+        return code
+
+
+def _leave_unwritten() -> None:
+    """Python flushes stdout once more at exit, and a full disk would then decide the exit code (120)."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rtp_llm.transport.fastsafetensors.probe import Capabilities, Tier, accepts, probe
-from tests.support.paths import ROOT, child_env
+from tests.support.paths import child_env
 from tests.transport.fastsafetensors import wheels
 
 _PROBE = """
@@ -23,8 +23,9 @@ print(json.dumps(dataclasses.asdict(probe())))
 
 def probed(folder: Path | None, before: str = "") -> Capabilities:
     """The capabilities that a fresh interpreter finds with ``folder`` in front of its path."""
-    path = str(ROOT) if folder is None else f"{folder}{os.pathsep}{ROOT}"
-    env = child_env() | {"PYTHONPATH": path}
+    env = child_env()
+    if folder is not None:
+        env["PYTHONPATH"] = f"{folder}{os.pathsep}{env['PYTHONPATH']}"
     done = subprocess.run([sys.executable, "-c", before + _PROBE], env=env, capture_output=True, text=True, check=True, timeout=60)
     found = json.loads(done.stdout)
     return Capabilities(**found | {"tier": Tier(found["tier"])})
