@@ -22,9 +22,12 @@ from rtp_llm.parallel.faults import ParallelFault
 
 #: Seconds between beats: a few store requests a second and rank are nothing, even for 1,000 ranks.
 BEAT_SECONDS = 1.0
-#: Seconds without a beat after which a peer counts as lost.  Long enough for a rank that holds the interpreter lock in
-#: a slow call, short enough that the others end within ten seconds.
-LOST_SECONDS = 7.0
+#: Seconds without a beat after which a peer counts as lost.  Long enough for a rank that is held up by a slow call; short
+#: enough that, with a second each until the last beat is seen, the silence is noticed and everyone has looked, all end
+#: within ten seconds.
+LOST_SECONDS = 5.0
+#: Seconds in which everyone knows of a lost rank, counted from its end: the silence and those three looks.
+KNOWN_SECONDS = LOST_SECONDS + 4 * BEAT_SECONDS
 #: Seconds between two looks for a message, growing from the first to the second, to spare the store of a large group.
 _LOOK_SECONDS = (0.002, 0.05)
 
@@ -93,7 +96,7 @@ class Watch:
                 pause = min(2 * pause, _LOOK_SECONDS[1])
             return [bytes.fromhex(self._store.get(key).decode()) for key in keys]
         except dist.DistError as error:
-            raise ParallelError(self.first_error(LOST_SECONDS + 1) or _no_store(error)) from error
+            raise ParallelError(self.first_error(KNOWN_SECONDS) or _no_store(error)) from error
 
     def post(self, error: BaseException) -> None:
         """Makes ``error`` the group's error, unless there is one already."""

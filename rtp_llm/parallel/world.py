@@ -17,7 +17,7 @@ from rtp_llm.config.parallel import ParallelConfig
 from rtp_llm.errors import ConfigError, ParallelError, Problem
 from rtp_llm.parallel.faults import ParallelFault
 from rtp_llm.parallel.groups import Groups, groups_at
-from rtp_llm.parallel.watch import LOST_SECONDS, Watch, broken
+from rtp_llm.parallel.watch import KNOWN_SECONDS, LOST_SECONDS, Watch, broken
 
 #: torchrun's variables that say where a process stands (torch.distributed.run).
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -79,7 +79,7 @@ def meeting(world: World, watch: Watch) -> Iterator[Callable[[], None]]:
     try:
         yield watch.check
     except RuntimeError as error:
-        raise ParallelError(watch.first_error(LOST_SECONDS + 1) or broken(world.rank, world.size, str(error))) from error
+        raise ParallelError(watch.first_error(KNOWN_SECONDS) or broken(world.rank, world.size, str(error))) from error
 
 
 def join_world(environment: Mapping[str, str], device_type: str, timeout_s: float) -> World:
