@@ -14,7 +14,7 @@ import click
 from rtp_llm.cli.commands import COMMANDS
 from rtp_llm.cli.failure import report
 from rtp_llm.cli.output import Output, printable
-from rtp_llm.cli.ranks import leave_group, speaks
+from rtp_llm.cli.ranks import end_failed, in_group, leave_group, speaks
 
 
 def _underscored(token: str) -> str:
@@ -62,7 +62,10 @@ def _logging(output: Output) -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; see ``docs/cli.md``.  Never raises for a user's mistake."""
+    """Runs one command and returns its exit code; see ``docs/cli.md``.  Never raises for a user's mistake.
+
+    Without ``argv`` the process is this command's own, and one of several ranks that has failed ends here.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     output = Output(json="--json" in arguments, speaks=speaks(os.environ))
     try:
@@ -82,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001
         code = report(error, as_json=output.json, debug="--debug" in arguments, speaks=output.speaks)
         _leave_unwritten()
+        if argv is None and in_group():
+            end_failed(code)
         return code
 
 

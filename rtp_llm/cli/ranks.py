@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 from rtp_llm.config import ConfigFault
 from rtp_llm.config.parallel import MOST_RANKS
@@ -56,6 +58,19 @@ def leave_group() -> None:
 
     Looked up rather than imported, since most commands never need torch.
     """
+    if in_group():
+        sys.modules["torch.distributed"].destroy_process_group()
+
+
+def in_group() -> bool:
+    """Whether this process has joined a process group."""
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def end_failed(code: int) -> NoReturn:
+    """Ends a rank that has failed, after all has been said: leaving the group in order can wait for peers that are gone, and
+    gloo's threads now and then abort a process that just exits, whatever its exit code was to be."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -14,7 +15,13 @@ def main(file: str, name: str, arguments: str, result: str) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules["rank_target"] = module
     spec.loader.exec_module(module)
-    value = getattr(module, name)(*pickle.loads(Path(arguments).read_bytes()))
+    try:
+        value = getattr(module, name)(*pickle.loads(Path(arguments).read_bytes()))
+    except SystemExit as end:
+        # Not by way of destructors: gloo's threads may abort a process whose peers have died.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else 1)
     Path(result).write_bytes(pickle.dumps(value))
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
