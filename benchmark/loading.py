@@ -31,6 +31,7 @@ from rich.table import Table
 
 from rtp_llm.bench.contenders import BY_NAME, CONTENDERS
 from rtp_llm.bench.measure import bench, prepare, spawn
+from rtp_llm.bench.plot import check_plot
 from rtp_llm.bench.request import COLD, WARM, Request
 from rtp_llm.bench.summary import machine
 from rtp_llm.bench.synthetic import Made, llama, many_tensors, write_checkpoint
@@ -284,6 +285,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"{options.make[1]}: {made.nbytes / 1e9:.2f} GB in {len(made.shapes)} tensors")
         return 0
     try:
+        if options.plot:
+            check_plot(options.plot)
         document = run(options)
     except RtpLlmError as error:
         say(str(error))
