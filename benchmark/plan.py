@@ -38,6 +38,7 @@ CASES = (
     Case("catalogue of DeepSeek-V3 (163 shards)", "deepseek_v3"),
     Case("catalogue of Llama-3-70B (30 shards)", "llama_3_70b"),
     Case("plan of Llama-3-70B, TP 8", "llama_3_70b", 8),
+    Case("plan of DeepSeek-V3, FP8 with its scales, TP 8, EP 64", "deepseek_v3", 8, 64),
 )
 
 
