@@ -169,7 +169,8 @@ def _ratio(found: list[dict[str, Any]], limits: list[float]) -> float | None:
     both."""
     if len(found) != len(limits) or not all(limits):
         return None
-    return statistics.median(r["bytes"] / 1e9 / r["seconds"] / limit for r, limit in zip(found, limits, strict=True))
+    ratios: list[float] = [r["bytes"] / 1e9 / r["seconds"] / limit for r, limit in zip(found, limits, strict=True)]
+    return statistics.median(ratios)
 
 
 def _most(found: list[dict[str, Any]], name: str) -> int | None:
