@@ -111,14 +111,15 @@ def test_calls_that_the_kernel_cuts_short(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("most", [256, 1000, 100_000])
-def test_work_fits_the_staging_buffer(tmp_path: Path, direct: bool, most: int) -> None:
+@pytest.mark.parametrize("gap", [0, 1 << 17])
+def test_work_fits_the_staging_buffer(tmp_path: Path, direct: bool, most: int, gap: int) -> None:
     """Whatever its kind, a piece of work needs no more than the buffer (padding for alignment included), and together the
     pieces are what the plan reads."""
     tensors = {f"t{i:03}": torch.zeros(1 + i % 50) for i in range(300)} | {"big": torch.zeros(40, 30), "columns": torch.zeros(40, 30)}
     save_file(tensors, tmp_path / "model.safetensors")
     plan = plan_for(tmp_path, whole(tensors) | {"columns": ((0, 40), (3, 13))})
-    found = list(work_of(plan, Collect(plan, direct).direct, most, 1 << 17))
+    found = list(work_of(plan, Collect(plan, direct).direct, most, gap))
     assert all((piece.staged if isinstance(piece, Block) else piece.nbytes) <= most for piece in found)
     assert sum(piece.nbytes for piece in found) == plan.bytes_read
     kinds = {type(piece) for piece in found}
-    assert Block in kinds and (Comb in kinds) == direct
+    assert Block in kinds and (Comb in kinds) == (direct and gap > 0)

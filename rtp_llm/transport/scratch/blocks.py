@@ -123,24 +123,26 @@ def work_of(
     """
     room = max(ALIGNMENT, most_bytes // ALIGNMENT * ALIGNMENT)
     pending: list[tuple[Extent, torch.Tensor | None]] = []
-    staged = 0
+    staged = wanted = 0
     for delivery in plan.deliveries:
         extent, place = extent_of(delivery), direct(delivery)
         if not extent.nbytes:
             continue  # the box of a rank whose share is empty, or an empty tensor: nothing to read or to write
-        whole = (extent,) if extent.nbytes <= room or place is not None else tuple(map(extent_of, delivery.parts(room)))
-        stream = None if place is None else _streamed(extent, place, room, most_gap)
-        for item in () if stream else whole:
-            if pending and not (staged + item.staged <= room and _joins(pending, item)):
-                yield _block(pending)
-                pending, staged = [], 0
-            pending.append((item, place))
-            staged += item.staged
+        stream = [] if place is None else _streamed(extent, place, room, most_gap)
         if stream:
             if pending:
                 yield _block(pending)
-                pending, staged = [], 0
+                pending, staged, wanted = [], 0, 0
             yield from stream
+            continue
+        whole = [(extent, place)] if extent.nbytes <= room else [(extent_of(part), direct(part)) for part in delivery.parts(room)]
+        for item, where in whole:
+            if pending and not (staged + item.staged <= room and _joins(pending, wanted, item)):
+                yield _block(pending)
+                pending, staged, wanted = [], 0, 0
+            pending.append((item, where))
+            staged += item.staged
+            wanted += item.nbytes
     if pending:
         yield _block(pending)
 
@@ -149,10 +151,10 @@ def _block(pending: list[tuple[Extent, torch.Tensor | None]]) -> Block:
     return Block(tuple(e for e, _ in pending), tuple(p for _, p in pending))
 
 
-def _joins(pending: list[tuple[Extent, torch.Tensor | None]], extent: Extent) -> bool:
-    """Whether an extent can be read by the same call as those before it."""
+def _joins(pending: list[tuple[Extent, torch.Tensor | None]], wanted: int, extent: Extent) -> bool:
+    """Whether an extent can be read by the same call as those before it, which are ``wanted`` bytes."""
     first, last = pending[0][0], pending[-1][0]
-    wanted = sum(e.nbytes for e, _ in pending) + extent.nbytes
+    wanted += extent.nbytes
     return (
         len(pending) < MAX_RUNS
         and last.part.tensor.file == extent.part.tensor.file
@@ -165,20 +167,20 @@ def _joins(pending: list[tuple[Extent, torch.Tensor | None]], extent: Extent) ->
     )
 
 
-def _streamed(extent: Extent, place: torch.Tensor, most_bytes: int, most_gap: int) -> list[Stretch | Comb] | None:
-    """A delivery with a flat place as stretches or combs of at most ``most_bytes``; None for one that is better read in a
-    block: a small one, with its neighbours, or one whose runs are not evenly spaced."""
+def _streamed(extent: Extent, place: torch.Tensor, most_bytes: int, most_gap: int) -> list[Stretch | Comb]:
+    """A delivery with a flat place as stretches or combs of at most ``most_bytes``; nothing for one that is better read in
+    blocks: a small one, with its neighbours, or one whose runs are not evenly spaced, or lie too far apart."""
     tensor, length, steps = extent.part.tensor, extent.runs.length, extent.runs.steps
     if not steps:
         # Small: below an eighth of a buffer a call and a transfer of its own cost more than the bytes.
         if extent.nbytes < most_bytes // 8:
-            return None
+            return []
         return [
             Stretch(tensor, extent.first + at, place, at, min(most_bytes, extent.nbytes - at)) for at in range(0, extent.nbytes, most_bytes)
         ]
     (count, stride), *outer = steps
     if outer or length > most_bytes or not 0 <= stride - length <= most_gap:
-        return None
+        return []
     rows = min(most_bytes // length, count)
     return [
         Comb(tensor, extent.first + row * stride, length, stride, min(rows, count - row), place, row * length)
