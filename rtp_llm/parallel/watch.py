@@ -2,7 +2,8 @@
 
 A collective tells a rank that a peer has died only when the rank takes part in it; a rank that reads its weights for a
 minute would learn it a minute later, and a frozen peer never shows.  So each rank beats once a second, watches its
-right-hand neighbour, and looks for the first error that anyone has posted.
+right-hand neighbour, and looks for the first error that anyone has posted.  A neighbour on the same host is known to have
+died as soon as the kernel says so; silence alone has to last long, since a healthy rank on a busy machine is silent too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from itertools import count
 from types import TracebackType
 
 import torch.distributed as dist
@@ -19,15 +22,17 @@ from torch._C._distributed_c10d import Store
 
 from rtp_llm.errors import ParallelError, Problem, RtpLlmError
 from rtp_llm.parallel.faults import ParallelFault
+from rtp_llm.parallel.process import Process
 
 #: Seconds between beats: a few store requests a second and rank are nothing, even for 1,000 ranks.
 BEAT_SECONDS = 1.0
-#: Seconds without a beat after which a peer counts as lost.  Long enough for a rank that is held up by a slow call; short
-#: enough that, with a second each until the last beat is seen, the silence is noticed and everyone has looked, all end
-#: within ten seconds.
-LOST_SECONDS = 5.0
-#: Seconds in which everyone knows of a lost rank, counted from its end: the silence and those three looks.
-KNOWN_SECONDS = LOST_SECONDS + 4 * BEAT_SECONDS
+#: Seconds without a beat after which a peer counts as lost: it is frozen, or its host is gone.  A healthy rank has been
+#: silent for more than five seconds while importing on an overloaded machine.  Half of the time-out where that is shorter,
+#: so that the loss is known before those who wait for it give up.
+LOST_SECONDS = 30.0
+#: Seconds to wait for the cause of a broken connection: a few beats for the neighbour of the rank that died to see and say
+#: so; then the broken connection has to do as the reason, so that all end within ten seconds.
+CAUSE_SECONDS = 8.0
 #: Seconds between two looks for a message, growing from the first to the second, to spare the store of a large group.
 _LOOK_SECONDS = (0.002, 0.05)
 
@@ -42,12 +47,14 @@ class Watch:
     """Watches the group while the context is open; ``check()`` raises the first error of any rank.
 
     Leaving the context with an exception posts it, so that the other ranks end with the same cause.  ``store`` is this
-    watch's own part of the launch's store, empty at first.  ``first_beat_s``: how long a peer may take to open its watch.
+    watch's own part of the launch's store, empty at first.  ``together``: all ranks have just met, so that one which opens
+    its watch much later is lost; otherwise a peer may come as late as ``timeout_s`` allows.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, first_beat_s: float = LOST_SECONDS) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, *, together: bool = True) -> None:
         self.rank, self.size = rank, size
-        self._first_beat_s = first_beat_s
+        self._silence_s = min(LOST_SECONDS, timeout_s / 2)
+        self._first_beat_s = self._silence_s if together else timeout_s
         self._store, self._timeout_s = store, timeout_s
         self._stop = threading.Event()
         self._problems: tuple[Problem, ...] = ()
@@ -96,7 +103,7 @@ class Watch:
                 pause = min(2 * pause, _LOOK_SECONDS[1])
             return [bytes.fromhex(self._store.get(key).decode()) for key in keys]
         except dist.DistError as error:
-            raise ParallelError(self.first_error(KNOWN_SECONDS) or _no_store(error)) from error
+            raise ParallelError(self.first_error(CAUSE_SECONDS) or _no_store(error)) from error
 
     def post(self, error: BaseException) -> None:
         """Makes ``error`` the group's error, unless there is one already."""
@@ -125,27 +132,45 @@ class Watch:
             self._problems = (_no_store(error),)
 
     def _beat(self, store: Store) -> None:
-        neighbour = (self.rank + 1) % self.size
-        beats, seen, seen_at = 0, b"", time.monotonic()
-        while True:
-            beats += 1
-            store.set(f"beat/{self.rank}", str(beats))
-            if store.check([_ERROR]):
-                self._problems = tuple(map(Problem.from_json, json.loads(store.get(_ERROR))))
-                return
-            if store.check([f"beat/{neighbour}"]):
-                now = store.get(f"beat/{neighbour}")
-                if now != seen or now.decode() == _DONE:
-                    seen, seen_at = now, time.monotonic()
-            silence = LOST_SECONDS if seen else self._first_beat_s
-            if time.monotonic() - seen_at > silence:
-                self._problems = (_lost(neighbour, silence),)
-                self._post(self._problems)
-                return
-            if self._stop.wait(BEAT_SECONDS):
-                # The neighbour must not take a rank that has finished for one that has died.
-                store.set(f"beat/{self.rank}", _DONE)
-                return
+        store.set(f"process/{self.rank}", Process.own().to_json())
+        with _Neighbour((self.rank + 1) % self.size, self._silence_s, self._first_beat_s) as neighbour:
+            for beats in count(1):
+                store.set(f"beat/{self.rank}", str(beats))
+                if store.check([_ERROR]):
+                    self._problems = tuple(map(Problem.from_json, json.loads(store.get(_ERROR))))
+                    return
+                if lost := neighbour.lost(store):
+                    self._problems = (lost,)
+                    self._post(self._problems)
+                    return
+                if self._stop.wait(BEAT_SECONDS):
+                    # The neighbour must not take a rank that has finished for one that has died.
+                    store.set(f"beat/{self.rank}", _DONE)
+                    return
+
+
+class _Neighbour(ExitStack):
+    """The rank that this one watches.  ``silence_s`` seconds without a beat make it lost, before the first ``first_beat_s``."""
+
+    def __init__(self, rank: int, silence_s: float, first_beat_s: float) -> None:
+        super().__init__()
+        self._rank, self._silence_s, self._first_beat_s = rank, silence_s, first_beat_s
+        self._process: Process | None = None
+        self._seen, self._seen_at = b"", time.monotonic()
+
+    def lost(self, store: Store) -> Problem | None:
+        """What became of it, if it is lost."""
+        if self._process is None and store.check([f"process/{self._rank}"]):
+            self._process = self.enter_context(Process.from_json(store.get(f"process/{self._rank}")))
+        # Asked before the last beat is read: who has ended after saying that all is done is no loss.
+        ended = self._process is not None and self._process.ended()
+        beat = store.get(f"beat/{self._rank}") if store.check([f"beat/{self._rank}"]) else b""
+        if beat != self._seen or beat.decode() == _DONE:
+            self._seen, self._seen_at = beat, time.monotonic()
+        elif ended:
+            return _ended(self._rank)
+        silence = self._silence_s if self._seen else self._first_beat_s
+        return _silent(self._rank, silence) if time.monotonic() - self._seen_at > silence else None
 
 
 def broken(rank: int, size: int, what: str) -> Problem:
@@ -171,14 +196,25 @@ def _no_store(error: dist.DistError) -> Problem:
     )
 
 
-def _lost(rank: int, silence: float) -> Problem:
+def _ended(rank: int) -> Problem:
     return Problem(
         ParallelFault.RANK_LOST,
-        "a rank died or stopped answering",
+        "a rank died",
+        rank=rank,
+        expected="a running process",
+        actual="one that has ended without a word",
+        fix="look at the output of that rank, and at the kernel's log for an out-of-memory kill",
+    )
+
+
+def _silent(rank: int, silence: float) -> Problem:
+    return Problem(
+        ParallelFault.RANK_LOST,
+        "a rank stopped answering",
         rank=rank,
         expected=f"a heartbeat every {BEAT_SECONDS:g} s",
         actual=f"none for {silence:g} s",
-        fix="look at the output of that rank, and at the kernel's log for an out-of-memory kill",
+        fix="look at the output of that rank, and whether its host still runs",
     )
 
 

@@ -17,7 +17,7 @@ from rtp_llm.config.parallel import ParallelConfig
 from rtp_llm.errors import ConfigError, ParallelError, Problem
 from rtp_llm.parallel.faults import ParallelFault
 from rtp_llm.parallel.groups import Groups, groups_at
-from rtp_llm.parallel.watch import KNOWN_SECONDS, LOST_SECONDS, Watch, broken
+from rtp_llm.parallel.watch import CAUSE_SECONDS, Watch, broken
 
 #: torchrun's variables that say where a process stands (torch.distributed.run).
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -45,12 +45,11 @@ class World:
         ``together``: all ranks have just met, so that one which opens its watch seconds later is lost.  Otherwise a rank
         may come as late as the time-out allows: what a program does between two steps is its own affair.
         """
-        first_beat_s = LOST_SECONDS if together else self.timeout_s
         if self.data is None:
             return Watch(HashStore(), self.rank, self.size, self.timeout_s)
         # The group's name is unique in a process; the count tells this world's loads apart.
         store = PrefixStore(f"rtp_llm/{self.data.group_name}/{next(self.sessions)}", _get_default_store())
-        return Watch(store, self.rank, self.size, self.timeout_s, first_beat_s)
+        return Watch(store, self.rank, self.size, self.timeout_s, together=together)
 
     def groups(self, parallel: ParallelConfig, watch: Watch) -> Groups:
         """The groups for a forward pass, or, for a rank whose weights are loaded alone, groups that refuse one.
@@ -79,7 +78,7 @@ def meeting(world: World, watch: Watch) -> Iterator[Callable[[], None]]:
     try:
         yield watch.check
     except RuntimeError as error:
-        raise ParallelError(watch.first_error(KNOWN_SECONDS) or broken(world.rank, world.size, str(error))) from error
+        raise ParallelError(watch.first_error(CAUSE_SECONDS) or broken(world.rank, world.size, str(error))) from error
 
 
 def join_world(environment: Mapping[str, str], device_type: str, timeout_s: float) -> World:

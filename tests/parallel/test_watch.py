@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -9,6 +11,7 @@ from torch._C._distributed_c10d import HashStore
 
 from rtp_llm.errors import ParallelError
 from rtp_llm.parallel import watch as watch_module
+from rtp_llm.parallel.process import Process
 from rtp_llm.parallel.watch import Watch
 
 
@@ -18,13 +21,13 @@ def test_a_rank_that_opens_its_watch_late_is_waited_for(monkeypatch: pytest.Monk
     monkeypatch.setattr(watch_module, "BEAT_SECONDS", 0.1)
     monkeypatch.setattr(watch_module, "LOST_SECONDS", 0.5)
     store = HashStore()
-    with Watch(store, 0, 2, 20.0, first_beat_s=20.0) as early:
+    with Watch(store, 0, 2, 20.0, together=False) as early:
         time.sleep(1.5)
         early.check()
-        with Watch(store, 1, 2, 20.0, first_beat_s=20.0):
+        with Watch(store, 1, 2, 20.0, together=False):
             time.sleep(0.5)
             early.check()
-    with Watch(HashStore(), 0, 2, 20.0, first_beat_s=0.5) as alone, pytest.raises(ParallelError, match="RANK_LOST"):
+    with Watch(HashStore(), 0, 2, 20.0) as alone, pytest.raises(ParallelError, match="RANK_LOST"):
         alone.exchange(b"is anyone there")
 
 
@@ -37,3 +40,35 @@ def test_a_rank_that_fails_stays_until_its_peers_know(monkeypatch: pytest.Monkey
             raise ZeroDivisionError("a defect")
         with pytest.raises(ParallelError, match="a defect"):
             peer.check()
+
+
+def test_a_process_that_ended_is_known_at_once_and_silence_is_given_time() -> None:
+    """The kernel tells of a peer on this host; one on another host is only ever silent, and never taken for ended."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        here, there = Process(Process.own().host, child.pid), Process("another host", child.pid)
+        with here, there:
+            assert not here.ended() and not there.ended()
+            child.kill()
+            child.wait()
+            assert here.ended() and not there.ended()
+    with Process(Process.own().host, child.pid) as late:
+        assert late.ended()
+    assert Process.from_json(Process.own().to_json().encode()) == Process.own()
+
+
+def test_a_peer_that_died_is_named_long_before_silence_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that is gone without a word is lost within a few beats; one that said that it is done before it ended is not."""
+    monkeypatch.setattr(watch_module, "BEAT_SECONDS", 0.1)
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as child:
+        child.wait()
+    for last_beat, outcome in (("7", "a rank died"), ("done", None)):
+        store = HashStore()
+        store.set("process/1", Process(Process.own().host, child.pid).to_json())
+        store.set("beat/1", last_beat)
+        with Watch(store, 0, 2, 20.0) as watch:
+            time.sleep(1)
+            if outcome is None:
+                watch.check()
+                continue
+            with pytest.raises(ParallelError, match=outcome):
+                watch.check()

@@ -90,15 +90,17 @@ def test_all_findings_of_a_rank_reach_the_others(checkpoint: str, tmp_path: Path
 
 @pytest.mark.parametrize(("way", "reason"), [("killed", "RANK_LOST"), ("frozen", "RANK_LOST"), ("defect", "ZeroDivisionError: a defect")])
 def test_one_of_four_dies(checkpoint: str, tmp_path: Path, way: str, reason: str) -> None:
-    """A rank that is killed, freezes or meets a defect while it reads: the other three end within 10 s, with the reason."""
+    """A rank that is killed or meets a defect while it reads: the other three end within 10 s, with the reason.  One that
+    freezes is given half of the time-out first, since a healthy rank may be slow."""
+    timeout_s = 30.0 if way == "frozen" else 60.0
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(4, workers.load_while_one_dies, checkpoint, way, str(tmp_path), timeout=40)
+        run_ranks(4, workers.load_while_one_dies, checkpoint, way, str(tmp_path), timeout_s, timeout=60)
     died = float((tmp_path / "dies").read_text())
     for result in caught.value.results:
         if result.rank != 2:
             assert result.returncode == 2, str(caught.value)
             assert reason in result.stderr and "rank 2" in result.stderr, str(result)
-            assert float((tmp_path / str(result.rank)).read_text()) - died < 10
+            assert float((tmp_path / str(result.rank)).read_text()) - died < 10 + timeout_s / 2 * (way == "frozen")
     assert isinstance(caught.value, RanksTimedOut) == (way == "frozen")
 
 

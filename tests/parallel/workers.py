@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -57,9 +58,9 @@ def agreed(lines: list[list[str]]) -> str:
     return "agreed"
 
 
-def load(paths: list[str]) -> int:
+def load(paths: list[str], settings: LoadConfig = SETTINGS) -> int:
     """A load as users do it; the path may differ between ranks."""
-    return load_model(paths[int(os.environ["RANK"])], load=SETTINGS).report.bytes_read
+    return load_model(paths[int(os.environ["RANK"])], load=settings).report.bytes_read
 
 
 def say(error: RtpLlmError) -> None:
@@ -90,7 +91,7 @@ class DyingFiles(Files):
         super().scatter(*args)  # type: ignore[arg-type]
 
 
-def load_while_one_dies(path: str, way: str, marks: str) -> None:
+def load_while_one_dies(path: str, way: str, marks: str, timeout_s: float) -> None:
     """Rank 2 dies at its first read; the others note when they have ended."""
     from rtp_llm.transport.scratch import reader
 
@@ -99,7 +100,7 @@ def load_while_one_dies(path: str, way: str, marks: str) -> None:
     if os.environ["RANK"] == "2":
         Path(marks, "dies").write_text(str(time.time()))
     try:
-        load([path] * 4)
+        load([path] * 4, replace(SETTINGS, timeout_s=timeout_s))
     except RtpLlmError as error:
         Path(marks, os.environ["RANK"]).write_text(str(time.time()))
         say(error)

@@ -161,6 +161,10 @@ class _Rank:
         self.ended = self.ended or time.monotonic()
         return False
 
+    def stopped(self) -> bool:
+        """Whether it is frozen by a signal, and so will never end by itself (``proc_pid_stat(5)``: the state behind the name)."""
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
     def signal(self, number: signal.Signals) -> None:
         try:
             os.killpg(self.process.pid, number)
@@ -188,8 +192,10 @@ def _any_runs(ranks: Sequence[_Rank]) -> bool:
 
 
 def _wait(ranks: Sequence[_Rank], deadline: float) -> list[int]:
-    """Until all have ended or the deadline; returns who had not, after they printed their stacks."""
+    """Until all have ended, only frozen ones are left, or the deadline; returns who had not ended, after they printed their stacks."""
     while _any_runs(ranks) and time.monotonic() < deadline:
+        if all(rank.stopped() for rank in ranks if rank.running()):
+            break
         time.sleep(POLL_SECONDS)
     late = [rank for rank in ranks if rank.running()]
     for rank in late:

@@ -196,7 +196,7 @@ def rank_dtypes(directory: str, chunk_bytes: int) -> dict[str, Any]:
     return {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in sink.memory.items()}
 
 
-def rank_fault(directories: list[str], fault: str, marks: str) -> None:
+def rank_fault(directories: list[str], fault: str, marks: str, timeout_s: float) -> None:
     """A load in which one rank is unlike the others or comes to harm; each notes when it has ended, and why."""
     from rtp_llm import LoadConfig, load_model
     from rtp_llm.errors import RtpLlmError
@@ -211,7 +211,7 @@ def rank_fault(directories: list[str], fault: str, marks: str) -> None:
     if harmed and fault in ("killed", "cut", "frozen"):
         harm_reads(pipeline.ChunkReader, fault, Path(directories[rank]), Path(marks))
     try:
-        load_model(directories[rank], load=LoadConfig(device="cpu", load_method="fastsafetensors", timeout_s=60.0))
+        load_model(directories[rank], load=LoadConfig(device="cpu", load_method="fastsafetensors", timeout_s=timeout_s))
     except RtpLlmError as error:
         Path(marks, str(rank)).write_text(str(time.time()))
         print(error, file=sys.stderr)
