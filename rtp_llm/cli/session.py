@@ -43,8 +43,8 @@ def load_for(
     """The loaded model and what ``prepare`` made, with the settings told and progress shown on stderr.
 
     ``prepare`` reads small files and refuses what the checkpoint cannot do.  A process alone checks files and prepares
-    before it loads, so that errors come at once.  One of several ranks loads first: the others would wait for a rank
-    that has left, and the loader shares what it finds with them.
+    before it loads, so that errors come at once.  One of several ranks loads first, and what it finds then is everyone's
+    error, since the others would wait for a rank that has left.
     ``refine`` may settle what the user left open.
     """
     output = output_of(context)
@@ -55,7 +55,10 @@ def load_for(
         prepared = prepare()
         return _load(checkpoint, settings, output, refine), prepared
     loaded = _load(checkpoint, settings, output, refine)
-    return loaded, prepare()
+    with loaded.world.watch() as watch:
+        prepared = prepare()
+        watch.exchange(b"prepared")
+    return loaded, prepared
 
 
 def _load(checkpoint: str, settings: Settings, output: Output, refine: Callable[[LoadConfig], LoadConfig]) -> LoadedModel:

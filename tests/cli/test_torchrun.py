@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from rtp_llm.cli.options import resolve
 from rtp_llm.cli.ranks import Launch, launched, speaks
@@ -58,6 +63,20 @@ def test_an_error_of_one_rank_ends_all_and_is_told_by_rank_0(tiny: Path, tmp_pat
         results = run_commands(commands, check=False)
         assert [r.returncode for r in results] == [2, 2]
         assert word in results[0].stderr and "rank 1" in results[0].stderr and "Traceback" not in results[0].stderr + results[1].stderr
+
+
+def test_a_rank_that_cannot_prepare_ends_all(tiny: Path, tmp_path: Path) -> None:
+    """Weights are there on both ranks, the tokenizer's files on neither or on one: nobody waits for the other's answer."""
+    other = tmp_path / "other"
+    shutil.copytree(tiny, other)
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(other)
+    for first, second in ((tiny, other), (other, tiny)):
+        commands = [[*CLI, "generate", str(path), "--device", "cpu", "--raw", "--prompt", "a b"] for path in (first, second)]
+        results = run_commands(commands, check=False)
+        assert [r.returncode for r in results] == [2, 2], results
+        assert "BAD_TOKENIZER" in results[0].stderr and "Traceback" not in results[0].stderr + results[1].stderr
 
 
 def test_export_of_a_sharded_model(tiny: Path, tmp_path: Path) -> None:
