@@ -17,6 +17,11 @@ import torch
 
 from rtp_llm import LoadConfig, load_model
 from rtp_llm.errors import RtpLlmError
+from tests.models.reference import distance, token_ids
+from tests.moe.rank_worker import Shape, logits
+from tests.moe.variants import make as make_variant
+from tests.quantization.formats import FORMATS
+from tests.quantization.formats import make as make_format
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.tiny import save_tiny_llama
 
@@ -60,6 +65,44 @@ def test_two_gpus_compute_what_one_computes(checkpoint: str, method: str, dtype:
         assert (a - alone).abs().max() < 1e-4
     else:
         assert torch.cosine_similarity(a.float(), alone.float(), dim=-1).min() > 0.999
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-block-ue8m0", "fp8-static"])
+@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
+def test_fp8_and_its_scales_cross_nccl(name: str, model: str, tmp_path: Path) -> None:
+    """Dtypes that NCCL refuses (``float8_e8m0fnu``, in part ``float8_e4m3fn``) are broadcast as the bytes they are."""
+    make_format(FORMATS[name], model, tmp_path)
+    settings = LoadConfig(device="cuda", dtype="float32", load_method="fastsafetensors", verify=True, timeout_s=60)
+    for mode, verified in (result.value for result in run_ranks(2, verified_load, str(tmp_path), settings, Shape(2, 1), timeout=120)):
+        assert mode == "fastsafetensors" and verified
+
+
+@pytest.mark.parametrize("stacked_moe_mode", ["per-expert", "full-stacked"])
+@pytest.mark.parametrize("shape", [Shape(2, 1), Shape(1, 2)])
+def test_stacked_experts_cross_nccl(stacked_moe_mode: str, shape: Shape, tmp_path: Path) -> None:
+    """Each expert by itself, and stacks whole: every rank holds exactly its experts, or its shards of them."""
+    make_variant("qwen3_moe", tmp_path, published=False)
+    settings = LoadConfig(device="cuda", load_method="fastsafetensors", stacked_moe_mode=stacked_moe_mode, verify=True, timeout_s=60)
+    for mode, verified in (result.value for result in run_ranks(2, verified_load, str(tmp_path), settings, shape, timeout=120)):
+        assert mode == "fastsafetensors" and verified
+
+
+def verified_load(path: str, settings: LoadConfig, shape: Shape) -> tuple[str, int | None]:
+    """One rank's load, each place compared with a second reader's bytes."""
+    report = load_model(path, parallel=shape.place(), load=settings).report
+    return report.effective_mode, report.verified
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe", "deepseek_v3"])
+def test_tensor_and_expert_parallel_together(variant: str, tmp_path: Path) -> None:
+    """TP 2 x EP 2: four GPUs over NCCL where there are four; on two each is shared by two ranks, which speak gloo."""
+    make_variant(variant, tmp_path)
+    jobs, tokens = [(str(tmp_path), Shape(2, 2))], token_ids()
+    with torch.inference_mode():
+        alone = load_model(tmp_path, device="cuda").model(tokens.cuda()).cpu()
+    first, *others = (result.value[0][0] for result in run_ranks(4, logits, jobs, tokens, [24], "cuda", timeout=180))
+    assert distance(first, alone) < 1e-3
+    assert all(torch.equal(first, other) for other in others)
 
 
 def load_or_say(path: str, way: str, marks: str) -> None:
