@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 
@@ -10,6 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from rtp_llm.errors import ConfigError, Problem
+from rtp_llm.kernels.interface import Kernels
+from rtp_llm.kernels.needs import GateNeed
 from rtp_llm.layers.faults import LayerFault
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -73,3 +75,27 @@ def activation(name: str) -> Activation:
             )
         )
     return ACTIVATIONS[name]
+
+
+#: The names of the function that a kernel has, multiplication included.
+_SILU = frozenset({"silu", "swish"})
+
+
+class Gate:
+    """``act(first half) * second half`` of the last dimension, by a kernel where there is one for the activation."""
+
+    def __init__(self, name: str) -> None:
+        self._act = activation(name)
+        self._silu = name in _SILU
+
+    def needs(self, dtype: torch.dtype, size: int) -> Iterator[GateNeed]:
+        """What a call that gives rows of ``size`` elements needs of the kernels."""
+        if self._silu:
+            yield GateNeed("silu_and_mul", dtype, size)
+
+    def __call__(self, kernels: Kernels, gate_up: torch.Tensor) -> torch.Tensor:
+        """``gate_up [..., 2 n] -> [..., n]``."""
+        if self._silu:
+            return kernels.silu_and_mul(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self._act(gate) * up

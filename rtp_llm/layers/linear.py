@@ -80,7 +80,7 @@ class Linear(Quantisable):
         """
         if not self.held:
             return F.linear(x, self.weight, bias)
-        kernel = self.kernels.get(WEIGHT)
+        kernel = self.products.get(WEIGHT)
         return F.linear(x, self.dense(WEIGHT).to(x.dtype), bias) if kernel is None or x.dtype != torch.bfloat16 else kernel(x, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

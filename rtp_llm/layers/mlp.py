@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
-from rtp_llm.layers.activation import activation
+from rtp_llm.kernels.interface import KernelUser
+from rtp_llm.kernels.needs import GateNeed
+from rtp_llm.layers.activation import Gate, activation
 from rtp_llm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from rtp_llm.parallel.groups import TensorParallel
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(KernelUser):
     """``down(act(gate(x)) * up(x))`` (Shazeer, 2020, arXiv:2002.05202); slots ``{slot}.gate``, ``.up`` and ``.down``."""
 
     def __init__(
@@ -20,11 +24,15 @@ class GatedMLP(nn.Module):
         slots, sizes = (f"{slot}.gate", f"{slot}.up"), (intermediate_size, intermediate_size)
         self.gate_up = MergedColumnParallelLinear(slots, hidden_size, sizes, bias=bias, tp=tp, dtype=dtype)
         self.down = RowParallelLinear(f"{slot}.down", intermediate_size, hidden_size, bias=bias, tp=tp, dtype=dtype)
-        self.act = activation(act)
+        self.act = Gate(act)
+        self.dtype = dtype
+
+    def kernel_needs(self) -> Iterator[GateNeed]:
+        span = self.down.in_span
+        return self.act.needs(self.dtype, span[1] - span[0])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        hidden: torch.Tensor = self.down(self.act(gate) * up)
+        hidden: torch.Tensor = self.down(self.act(self.kernels, self.gate_up(x)))
         return hidden
 
 

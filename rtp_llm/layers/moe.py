@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rtp_llm.layers.activation import activation
+from rtp_llm.kernels.interface import KernelUser
+from rtp_llm.kernels.needs import GateNeed
+from rtp_llm.layers.activation import Gate
 from rtp_llm.layers.linear import ReplicatedLinear
 from rtp_llm.layers.mlp import GatedMLP
 from rtp_llm.layers.quantised import Quantisable
@@ -78,7 +80,7 @@ class MoE(nn.Module):
         return out + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
 
 
-class Experts(Quantisable):
+class Experts(Quantisable, KernelUser):
     """This rank's shards of its experts, and what they add to the sum over all ranks.
 
     Parameters: ``gate_up [local experts, 2 * intermediate / tp, hidden]`` (gate above up) and
@@ -94,7 +96,8 @@ class Experts(Quantisable):
         self.count = shape.routing.experts
         self.hidden_size = shape.hidden_size
         self.intermediate_size = shape.intermediate_size
-        self.act = activation(shape.act)
+        self.act = Gate(shape.act)
+        self.dtype = dtype
         self.span = even(shape.intermediate_size, groups.tp.size, groups.tp.rank)
         self.owners = groups.ep.held(layer, self.count)
         self.rank = groups.ep.rank
@@ -102,6 +105,9 @@ class Experts(Quantisable):
         self.declare("gate_up", (local, 2 * width, shape.hidden_size), dtype)
         self.declare("down", (local, shape.hidden_size, width), dtype)
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def kernel_needs(self) -> Iterator[GateNeed]:
+        return self.act.needs(self.dtype, self.span[1] - self.span[0])
 
     def weights(self) -> dict[str, tuple[Matrix, ...]]:
         hidden, outward = (0, self.hidden_size), (self.intermediate_size, self.hidden_size)
@@ -149,8 +155,7 @@ class Experts(Quantisable):
         by_place, order = places.flatten().sort(stable=True)
         ends = torch.searchsorted(by_place, torch.arange(local, device=x.device), right=True, out_int32=True)
         rows = x[order // chosen.shape[-1]]
-        gate, up = self._products(rows, "gate_up", ends).chunk(2, dim=-1)
-        rows = self._products(self.act(gate) * up, "down", ends)
+        rows = self._products(self.act(self.kernels, self._products(rows, "gate_up", ends)), "down", ends)
         by_token = torch.empty_like(rows)
         by_token[order] = rows
         # Rows of no run hold anything, even NaN, which a weight of zero would not undo.

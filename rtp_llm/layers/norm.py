@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from rtp_llm.kernels.interface import KernelUser
+from rtp_llm.kernels.needs import NormNeed
 from rtp_llm.layers.base import Planned
 from rtp_llm.plan.pieces import Fill, Piece
 
 
-class RMSNorm(Planned):
+class RMSNorm(Planned, KernelUser):
     """Root mean square normalisation (Zhang and Sennrich, 2019, arXiv:1910.07467) over the last dimension.
 
-    The mean is taken in float32 and the result rounded to the input's dtype *before* the weight multiplies it, as the
-    models were trained.  Parameter: ``weight [size]``.
+    The mean is taken in float32.  Parameter: ``weight [size]``.
     """
 
     weight: nn.Parameter
@@ -28,10 +31,20 @@ class RMSNorm(Planned):
     def tiles(self) -> dict[str, tuple[Piece | Fill, ...]]:
         return {"weight": (Piece.full(f"{self.slot}.weight", tuple(self.weight.shape)),)}
 
+    def kernel_needs(self) -> Iterator[NormNeed]:
+        yield NormNeed("rms_norm", self.weight.dtype, self.weight.shape[0])
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return self.kernels.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(norm(x + residual), x + residual)``; whoever calls it declares ``add_need``."""
+        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
+
+    @property
+    def add_need(self) -> NormNeed:
+        """What :meth:`add` calls."""
+        return NormNeed("add_rms_norm", self.weight.dtype, self.weight.shape[0])
 
 
 class LayerNorm(Planned):

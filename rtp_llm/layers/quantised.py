@@ -49,7 +49,7 @@ class Quantisable(Planned):
     def __init__(self) -> None:
         super().__init__()
         self.held: dict[str, Held] = {}
-        self.kernels: dict[str, Kernel] = {}
+        self.products: dict[str, Kernel] = {}
 
     def weights(self) -> dict[str, tuple[Matrix, ...]]:
         """The matrices that make up each weight, by attribute: those of one place one above another, places in order."""

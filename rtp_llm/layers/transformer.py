@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from rtp_llm.kernels.interface import KernelUser
+from rtp_llm.kernels.needs import Need
 from rtp_llm.layers.attention import Step, causal_mask
 from rtp_llm.layers.cache import KVCache
 from rtp_llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding, check_batch, check_ids
+from rtp_llm.layers.norm import RMSNorm
 from rtp_llm.layers.rotary import Rotary
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(KernelUser):
     """``x + attn(norm(x))``, then ``x + mlp(norm(x))``.
 
     ``attn(x, step)`` has the attributes ``window`` and ``cache_shape``; ``mlp(x)`` is anything that keeps the shape.
     """
 
-    def __init__(self, attn: nn.Module, mlp: nn.Module, input_norm: nn.Module, post_attention_norm: nn.Module) -> None:
+    def __init__(self, attn: nn.Module, mlp: nn.Module, input_norm: RMSNorm, post_attention_norm: RMSNorm) -> None:
         super().__init__()
         self.attn: Any = attn
         self.mlp = mlp
@@ -28,9 +31,12 @@ class DecoderLayer(nn.Module):
         self.post_attention_norm = post_attention_norm
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        x = x + self.attn(self.input_norm(x), step)
-        hidden: torch.Tensor = x + self.mlp(self.post_attention_norm(x))
+        normed, x = self.post_attention_norm.add(self.attn(self.input_norm(x), step), x)
+        hidden: torch.Tensor = x + self.mlp(normed)
         return hidden
+
+    def kernel_needs(self) -> Iterator[Need]:
+        yield self.post_attention_norm.add_need
 
 
 class CausalLM(nn.Module):

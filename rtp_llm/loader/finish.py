@@ -75,7 +75,7 @@ def _choose(layer: Quantisable) -> None:
     weight = getattr(layer, held.scheme.forms[0].name).data
     kernel = choose_kernel(held.scheme, held.matrices, tensors, weight)
     if kernel is not None:
-        layer.kernels[WEIGHT] = kernel
+        layer.products[WEIGHT] = kernel
 
 
 def _tell_merged(scheme: object, slot: str, tensors: list[dict[str, torch.Tensor]]) -> None:

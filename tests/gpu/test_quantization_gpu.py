@@ -64,10 +64,10 @@ def test_products_on_codes(tmp_path: Path) -> None:
     folder = save_tiny_llama(tmp_path / "model", dtype=torch.bfloat16, num_key_value_heads=4, **sizes)
     loaded = load_model(folder, load=LoadConfig(device="cuda", quantization="inline-fp8-channel"))
     layers = [module for module in loaded.model.modules() if isinstance(module, Linear)]
-    assert all(layer.kernels for layer in layers)
+    assert all(layer.products for layer in layers)
     ids = token_ids(vocab=512).cuda()
     with torch.inference_mode():
         on_codes = loaded.model(ids)
         for layer in layers:
-            layer.kernels.clear()
+            layer.products.clear()
         assert closeness(on_codes, loaded.model(ids)) > 0.98

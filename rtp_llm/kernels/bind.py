@@ -1,0 +1,43 @@
+"""Gives modules the back ends that were chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from rtp_llm.kernels.interface import Kernels, KernelUser
+from rtp_llm.kernels.torch_kernels import TORCH
+
+
+class Composed:
+    """Each operation by the back end that was chosen for it; torch for an operation that nobody chose."""
+
+    def __init__(self, by_op: Mapping[str, Kernels]) -> None:
+        self._norm = by_op.get("rms_norm", TORCH)
+        self._add_norm = by_op.get("add_rms_norm", TORCH)
+        self._gate = by_op.get("silu_and_mul", TORCH)
+        self._rotary = by_op.get("rotate", TORCH)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._norm.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._add_norm.add_rms_norm(x, residual, weight, eps)
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return self._gate.silu_and_mul(gate_up)
+
+    def rotate(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._rotary.rotate(q, k, cos, sin, interleaved)
+
+
+def bind(model: nn.Module, by_op: Mapping[str, Kernels]) -> None:
+    """Makes every module of ``model`` that calls kernels call those of ``by_op``, a back end for each operation."""
+    kernels = Composed(by_op)
+    for module in model.modules():
+        if isinstance(module, KernelUser):
+            module.kernels = kernels

@@ -1,0 +1,63 @@
+"""The operations that layers call, and how a layer says which ones it will call.
+
+A layer that calls one derives from :class:`KernelUser`, calls ``self.kernels.<op>`` and declares it in ``kernel_needs``.
+Which back end does the work is decided once, for the whole model, before a byte of weights is read
+(:mod:`rtp_llm.kernels.choose`), and bound to the modules (:mod:`rtp_llm.kernels.bind`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from rtp_llm.kernels.needs import Need
+from rtp_llm.kernels.torch_kernels import TORCH
+
+
+class Kernels(Protocol):
+    """Operations on plain tensors of one device and dtype.  All are functional: no argument is written to, and results
+    share no memory with arguments, so that whoever calls owns what it gave and what it got."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """``x [..., n]`` and ``weight [n]`` to ``[..., n]`` (Zhang and Sennrich, 2019, arXiv:1910.07467); the mean is float32."""
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x`` and ``residual [..., n]`` to ``(rms_norm(x + residual), x + residual)``."""
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``gate_up [..., 2 n]`` to ``silu(first half) * second half``, ``[..., n]`` (Shazeer, 2020, arXiv:2002.05202)."""
+
+    def rotate(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turns ``q [tokens, heads, dim]`` and ``k [tokens, kv_heads, dim]`` by the tables ``cos`` and ``sin [tokens, rot]``
+        (Su et al., 2021, arXiv:2104.09864); each has the same ``rot / 2`` columns twice.
+
+        The first ``rot <= dim`` elements of a head are turned, the others pass: the pairs ``(i, i + rot / 2)``, or, where
+        ``interleaved``, ``(2 i, 2 i + 1)``.  In which order an interleaved result has its turned elements is the back end's
+        affair; it is the same for queries and keys, so that scores do not depend on it.
+        """
+
+
+class KernelUser(nn.Module):
+    """A module that calls kernels; ``kernels`` is torch's until others are bound."""
+
+    kernels: Kernels = TORCH
+
+    def kernel_needs(self) -> Iterable[Need]:
+        """What this module will call, in this model: one value for each operation and way of calling it."""
+        raise AssertionError(f"{type(self).__name__} declares no needs")
+
+
+def kernel_needs(model: nn.Module) -> tuple[Need, ...]:
+    """The needs of all modules of ``model``, each once, in module order.  Looks at declarations only: the meta device will do."""
+    return tuple(dict.fromkeys(_needs(model)))
+
+
+def _needs(model: nn.Module) -> Iterator[Need]:
+    for module in model.modules():
+        if isinstance(module, KernelUser):
+            yield from module.kernel_needs()
