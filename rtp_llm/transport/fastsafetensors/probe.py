@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from types import ModuleType
 from typing import Any
+
+from rtp_llm.installed import Broken, NotInstalled, accepts, demands, imported, parameters
 
 PACKAGE = "fastsafetensors"
 
@@ -39,10 +39,6 @@ class Capabilities:
     estimate: str | None = None
 
 
-#: Everything an import of a native extension has been seen to raise: a missing library (ImportError, OSError), another
-#: build's interface (AttributeError, TypeError), a driver that refuses (RuntimeError).
-_IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError, TypeError)
-
 #: AutoLoader's extensions: for each the names it has gone by, the newest first.
 _FILTERS = ("local_copyout_filter",)
 _SPLITS = ("stacked_moe_tensors", "dim0_split_templates")
@@ -58,14 +54,22 @@ _PARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 
 
+def absent() -> str:
+    """Why there is no package to import; empty where there is one, whatever its state.  Imports nothing."""
+    try:
+        return "" if importlib.util.find_spec(PACKAGE) is not None else f"{PACKAGE} is not installed"
+    except ValueError:  # a module without a specification: something strange, which is not nothing
+        return ""
+
+
 def probe() -> Capabilities:
     """Imports the package and looks at it.  Never raises for a package that is absent, broken or strange."""
     try:
-        if importlib.util.find_spec(PACKAGE) is None:
-            return Capabilities(Tier.ABSENT, f"{PACKAGE} is not installed")
-        module = importlib.import_module(PACKAGE)
-    except (*_IMPORT_ERRORS, ValueError) as error:  # ValueError: find_spec, of a module without a specification
-        return Capabilities(Tier.UNUSABLE, f"{PACKAGE} cannot be imported: {type(error).__name__}: {error}")
+        module = imported(PACKAGE)
+    except NotInstalled as lack:
+        return Capabilities(Tier.ABSENT, str(lack))
+    except Broken as broken:
+        return Capabilities(Tier.UNUSABLE, str(broken))
     return look_at(module)
 
 
@@ -94,47 +98,26 @@ def _lacks_auto_loader(auto: Any) -> str:
 
 def _lacks_part(module: str, name: str, keywords: tuple[str, ...]) -> str:
     try:
-        part = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name, None)
-    except _IMPORT_ERRORS as error:
-        return f"{PACKAGE}.{module} cannot be imported: {type(error).__name__}"
+        part = getattr(imported(f"{PACKAGE}.{module}"), name, None)
+    except Broken as broken:
+        return f"{PACKAGE}.{module} cannot be imported: {type(broken.cause).__name__}"
     if part is None:
         return f"it has no {module}.{name}"
     return "" if accepts(part, keywords) else f"{module}.{name} does not take {', '.join(keywords)} by keyword"
 
 
-def _parameters(callable_: Any) -> list[inspect.Parameter] | None:
-    try:
-        return list(inspect.signature(callable_).parameters.values())
-    except (TypeError, ValueError):  # not callable, or a builtin without a signature
-        return None
-
-
-def accepts(callable_: Any, names: Iterable[str]) -> bool:
-    """Whether every name is a parameter of its own that may be given by keyword.
-
-    ``**kwargs`` takes any name and may ignore it, so it counts for nothing; a positional-only parameter has a name that
-    cannot be used.
-    """
-    parameters = _parameters(callable_)
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return parameters is not None and set(names) <= {p.name for p in parameters if p.kind in kinds}
-
-
 def _takes_two(auto: Any) -> bool:
     """Whether a group and a list of files may be given by position, and nothing else but the device is needed."""
-    parameters = _parameters(auto) or []
-    by_position = [p for p in parameters if p.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = {p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in variable}
-    return len(by_position) >= 2 and not required - {p.name for p in by_position[:2]} - {"device"}
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    by_position = [p.name for p in parameters(auto) or [] if p.kind in kinds]
+    return len(by_position) >= 2 and not set(demands(auto)) - {*by_position[:2], "device"}
 
 
 def _called_without_arguments(method: Any) -> bool:
-    parameters = _parameters(method)
-    if not parameters:
-        return parameters is not None and isinstance(method, staticmethod)
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return not [p for p in parameters[1:] if p.default is inspect.Parameter.empty and p.kind not in variable]
+    found = parameters(method)
+    if not found:
+        return found is not None and isinstance(method, staticmethod)
+    return not set(demands(method)) - {found[0].name}
 
 
 def _first(callable_: Any, names: tuple[str, ...]) -> str | None:

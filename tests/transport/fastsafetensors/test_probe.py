@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rtp_llm.transport.fastsafetensors.probe import Capabilities, Tier, accepts, probe
+from rtp_llm.installed import accepts
+from rtp_llm.transport.fastsafetensors.probe import Capabilities, Tier, probe
 from tests.support.paths import child_env
 from tests.transport.fastsafetensors import wheels
 
