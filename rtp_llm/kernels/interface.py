@@ -18,14 +18,16 @@ from rtp_llm.kernels.torch_kernels import TORCH
 
 
 class Kernels(Protocol):
-    """Operations on plain tensors of one device and dtype.  All are functional: no argument is written to, and results
-    share no memory with arguments, so that whoever calls owns what it gave and what it got."""
+    """Operations on plain tensors of one device and dtype.  No argument is written to but those of ``add_rms_norm``."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """``x [..., n]`` and ``weight [n]`` to ``[..., n]`` (Zhang and Sennrich, 2019, arXiv:1910.07467); the mean is float32."""
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x`` and ``residual [..., n]`` to ``(rms_norm(x + residual), x + residual)``."""
+        """``x`` and ``residual [..., n]`` to ``(rms_norm(x + residual), x + residual)``.
+
+        Consumes both: results may be in their memory, so whoever calls owns them, alone, and does not look at them again.
+        """
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``gate_up [..., 2 n]`` to ``silu(first half) * second half``, ``[..., n]`` (Shazeer, 2020, arXiv:2002.05202)."""
