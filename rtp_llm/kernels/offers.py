@@ -61,11 +61,13 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A back end: its ``offers`` by operation, and ``requirement``, by which pip installs the version that they hold for."""
+    """A back end: its ``offers`` by operation; ``requirement``, by which pip installs the version that they hold for; and
+    ``kernels()``, which makes what is bound to modules, once everything that is called has been resolved."""
 
     name: str
     requirement: str
     offers: Mapping[str, Offer]
+    kernels: Callable[[], Any]
 
     def symbols(self, needs: Iterable[Need]) -> tuple[Symbol, ...]:
         """Everything that these needs would call, what compiles it included; each once."""

@@ -1,0 +1,212 @@
+"""Compiles what a back end compiles on first use, before there is a first use.
+
+flashinfer's modules lie under its own directory, one for each version and GPU architecture; its names do not tell one CUDA
+from another, so that is read from the libraries themselves.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rtp_llm.installed import IMPORT_ERRORS
+from rtp_llm.kernels.faults import KernelFault
+from rtp_llm.kernels.offers import JitModule, Lack
+from rtp_llm.kernels.symbols import Symbol, called
+
+#: What compiles modules, and where they are kept: ``JitSpec`` has ``name``, ``build_dir``, ``is_aot``, ``get_library_path()``,
+#: ``get_object_paths()``.
+BUILD = Symbol("flashinfer.jit", "build_jit_specs", ("specs", "verbose"))
+_CUDA_PATH = Symbol("flashinfer.jit.cpp_ext", "get_cuda_path")
+SYMBOLS = (BUILD, _CUDA_PATH)
+
+#: The run-time library that a module was linked against, in its table of names.
+_CUDART = re.compile(rb"libcudart\.so\.(\d+)")
+
+#: Lines of a compiler's output that a message shows; all of it is in the log.
+_MOST_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """Modules that are needed, and those of them that had to be compiled; ``directory`` is where they lie."""
+
+    modules: tuple[str, ...]
+    fresh: tuple[str, ...]
+    directory: str
+    seconds: float
+
+
+class CompileError(Exception):
+    """Modules could not be compiled; ``failed`` are those for which no usable library is there."""
+
+    def __init__(self, lack: Lack, failed: Sequence[JitModule]) -> None:
+        super().__init__(lack.detail)
+        self.lack = lack
+        self.failed = tuple(failed)
+
+
+def described(modules: Iterable[JitModule]) -> list[tuple[JitModule, Any]]:
+    """Each module with the back end's description of it; compiles nothing.
+
+    Raises:
+        CompileError: one that cannot be described for this GPU.
+    """
+    found = []
+    for module in modules:
+        try:
+            found.append((module, called(module.generate)(*module.arguments)))
+        except (*IMPORT_ERRORS, ValueError, KeyError) as error:
+            raise CompileError(Lack(KernelFault.COMPILE_FAILED, f"{module.generate.path}: {error}"), [module]) from error
+    return found
+
+
+def cuda_major(library: Path) -> str | None:
+    """The major version of CUDA that a library was linked against; None where there is no library or no trace of CUDA."""
+    try:
+        found = _CUDART.search(library.read_bytes())
+    except OSError:
+        return None
+    return found.group(1).decode() if found else None
+
+
+def toolless(modules: Iterable[JitModule], cuda: str) -> Lack | None:
+    """Why modules that are not compiled for ``cuda`` (``13.0``) could not be compiled here; None where they could, or need not.
+
+    Ninja is also needed for those that are compiled, since flashinfer asks it each time whether they still are.
+    """
+    specs = [spec for _, spec in described(modules) if not spec.is_aot]
+    lacking = [] if not specs or shutil.which("ninja") else ["ninja is not on the path"]
+    if any(not _usable(spec, cuda) for spec in specs):
+        try:
+            nvcc = Path(called(_CUDA_PATH)()) / "bin" / "nvcc"
+            lacking += [] if nvcc.exists() else [f"there is no {nvcc}"]
+        except RuntimeError as error:
+            lacking.append(str(error))
+    return Lack(KernelFault.NO_COMPILER, "; ".join(lacking)) if lacking else None
+
+
+def _usable(spec: Any, cuda: str) -> bool:
+    """Whether a module is compiled, for this major version of CUDA (or by something that leaves no trace of it)."""
+    library = Path(spec.get_library_path())
+    return library.exists() and cuda_major(library) in (None, cuda.partition(".")[0])
+
+
+def compile_modules(modules: Sequence[JitModule], cuda: str, watch: Progress) -> Compiled:
+    """Compiles what is not there for ``cuda`` (``13.0``), all in one go, and loads everything.
+
+    Processes of one host take turns; whoever comes later finds all done.
+
+    Raises:
+        CompileError: with the modules that cannot be used.
+    """
+    began = time.monotonic()
+    specs = described(modules)
+    with _alone(Path(specs[0][1].build_dir).parent):
+        own = [spec for _, spec in specs if not spec.is_aot]
+        before = {spec.name: _modified(spec) for spec in own}
+        for spec in own:
+            # What an earlier try has left, too: flashinfer keeps the build file that it finds, with that try's compiler in it.
+            if not _usable(spec, cuda) and Path(spec.build_dir).exists():
+                shutil.rmtree(spec.build_dir)
+        watch.begin([spec for spec in own if not _modified(spec)])
+        _build(specs, own, cuda)
+        for module, _ in specs:
+            called(module.load)(*module.arguments)
+    fresh = tuple(spec.name for spec in own if _modified(spec) != before[spec.name])
+    directory = str(Path(specs[0][1].build_dir).parent)
+    return Compiled(tuple(spec.name for _, spec in specs), fresh, directory, time.monotonic() - began)
+
+
+def _build(specs: Sequence[tuple[JitModule, Any]], own: Sequence[Any], cuda: str) -> None:
+    try:
+        if own:
+            called(BUILD)(specs=list(own), verbose=False)
+    except (RuntimeError, OSError) as error:
+        failed = [module for module, spec in specs if not _usable(spec, cuda)]
+        tail = "\n".join(str(error).splitlines()[-_MOST_LINES:])
+        raise CompileError(Lack(KernelFault.COMPILE_FAILED, tail), failed) from error
+    failed = [module for module, spec in specs if not _usable(spec, cuda)]
+    if failed:
+        raise CompileError(Lack(KernelFault.OTHER_CUDA, f"torch was built with CUDA {cuda}, the compiler belongs to another"), failed)
+
+
+def _modified(spec: Any) -> int:
+    """When a module's library was written; 0 where there is none."""
+    library = Path(spec.get_library_path())
+    return library.stat().st_mtime_ns if library.exists() else 0
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "rtp_llm.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+class Progress:
+    """How far a compilation is, seen from another thread by the objects that are there."""
+
+    def __init__(self) -> None:
+        self._objects: tuple[Path, ...] = ()
+        self.names: tuple[str, ...] = ()
+
+    def begin(self, specs: Sequence[Any]) -> None:
+        """Says what will be compiled."""
+        self._objects = tuple(Path(path) for spec in specs for path in spec.get_object_paths())
+        self.names = tuple(spec.name for spec in specs)
+
+    @property
+    def text(self) -> str:
+        """``3 of 7 files compiled (norm, rope)``."""
+        done = sum(path.exists() for path in self._objects)
+        return (
+            f"{done} of {len(self._objects)} files compiled ({', '.join(self.names)})"
+            if self._objects
+            else "waiting for another process, or loading"
+        )
+
+
+class Compilation:
+    """A compilation in a thread of its own: weights are read meanwhile, and the compiler is another process anyway."""
+
+    def __init__(self, modules: Sequence[JitModule], cuda: str) -> None:
+        self.progress = Progress()
+        self._result: Compiled | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(tuple(modules), cuda), name="rtp_llm-compile", daemon=True)
+        self._thread.start()
+
+    def _run(self, modules: Sequence[JitModule], cuda: str) -> None:
+        try:
+            self._result = compile_modules(modules, cuda, self.progress)
+        # Whatever it is belongs to the thread that waits.
+        except BaseException as error:  # noqa: BLE001
+            self._error = error
+
+    def result(self, every_s: float, tell: Callable[[str], None], check: Callable[[], None]) -> Compiled:
+        """Waits for the end; meanwhile calls ``tell`` every ``every_s`` seconds with how far it is, and ``check`` more often.
+
+        Raises:
+            CompileError: as :func:`compile_modules`; and whatever ``check`` raises.
+        """
+        said = time.monotonic()
+        while self._thread.is_alive():
+            self._thread.join(0.2)
+            check()
+            if time.monotonic() - said >= every_s and self._thread.is_alive():
+                said = time.monotonic()
+                tell(self.progress.text)
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result

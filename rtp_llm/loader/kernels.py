@@ -1,0 +1,178 @@
+"""Kernels of a model: chosen before a byte of weights is read, compiled while bytes are, bound when both are done."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rtp_llm.kernels.backends import FLASHINFER
+from rtp_llm.kernels.bind import bind
+from rtp_llm.kernels.choose import AUTO, TORCH, Choice, choose, problem, told
+from rtp_llm.kernels.compile import SYMBOLS, Compilation, Compiled, CompileError, toolless
+from rtp_llm.kernels.faults import KernelError
+from rtp_llm.kernels.interface import kernel_needs
+from rtp_llm.kernels.needs import Need
+from rtp_llm.kernels.offers import DeviceFacts, JitModule, Lack
+from rtp_llm.kernels.symbols import Resolution, Symbol, resolve
+
+_log = logging.getLogger("rtp_llm.loader")
+
+#: Seconds between lines about a compilation that weights no longer hide; as often as those about bytes.
+_LINE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPlan:
+    """Who does each operation; ``needs`` are those of the model, ``device`` what the choice was made for."""
+
+    setting: str
+    choices: tuple[Choice, ...]
+    needs: tuple[Need, ...]
+    device: DeviceFacts
+
+    def lines(self) -> Iterator[str]:
+        """A line for each operation: the same on two ranks that have chosen the same."""
+        for choice in self.choices:
+            yield f"kernels: {choice.op} by {choice.backend}" + ("" if choice.backend != TORCH else f" ({choice.reason})")
+
+    def modules(self) -> tuple[JitModule, ...]:
+        """What has to be compiled for it, each once."""
+        return _modules(self.needs, self.choices)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelReport:
+    """What became of a plan; ``compiled`` is None where nothing is compiled."""
+
+    setting: str
+    choices: tuple[Choice, ...]
+    compiled: Compiled | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """``setting``, ``operations`` and ``compiled``, see docs/json.md."""
+        made = self.compiled
+        compiled = None
+        if made is not None:
+            compiled = {
+                "modules": list(made.modules),
+                "fresh": list(made.fresh),
+                "directory": made.directory,
+                "seconds": round(made.seconds, 4),
+            }
+        return {"setting": self.setting, "operations": [choice.to_json() for choice in self.choices], "compiled": compiled}
+
+
+def device_facts(device: torch.device) -> DeviceFacts:
+    """What the choice of kernels depends on."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return DeviceFacts(device.type, capability, torch.version.cuda)
+
+
+def plan_kernels(model: nn.Module, setting: str, device: torch.device) -> KernelPlan:
+    """Decides who does what the layers of ``model`` (on the meta device) will call; compiles and loads nothing.
+
+    A back end is imported only where it may be used: its import takes seconds.
+
+    Raises:
+        KernelError: where the setting names a back end, with everything that keeps it from being used.
+    """
+    needs, facts = kernel_needs(model), device_facts(device)
+    on_cuda = facts.type == "cuda" and facts.cuda is not None
+    found: dict[Symbol, Resolution] = {}
+    if setting != TORCH and (on_cuda or setting != AUTO):
+        found = {symbol: resolve(symbol) for symbol in (*FLASHINFER.symbols(needs), *SYMBOLS)}
+    plan = KernelPlan(setting, choose(setting, FLASHINFER, needs, found, facts), needs, facts)
+    return _compilable(plan, found)
+
+
+def _compilable(plan: KernelPlan, found: Mapping[Symbol, Resolution]) -> KernelPlan:
+    """The plan, without what cannot be compiled here."""
+    modules = plan.modules()
+    if not modules or plan.device.cuda is None:
+        return plan
+    lack = next((Lack(r.fault, r.detail) for s in SYMBOLS if (r := found[s]).fault is not None), None)
+    if lack is None:
+        try:
+            lack = toolless(modules, plan.device.cuda)
+        except CompileError as error:
+            lack = error.lack
+    return plan if lack is None else _without(plan, lack, modules)
+
+
+def _without(plan: KernelPlan, lack: Lack, failed: Sequence[JitModule]) -> KernelPlan:
+    """The plan with torch for every operation that needs one of the modules.
+
+    Raises:
+        KernelError: where the setting names the back end.
+    """
+    ops = _ops_of(plan, failed)
+    if plan.setting != AUTO:
+        raise KernelError(problem(FLASHINFER, lack, ops))
+    return _by_torch(plan, ops, lack.detail, lack.fault.name)
+
+
+def _by_torch(plan: KernelPlan, ops: Sequence[str], reason: str, fault: str) -> KernelPlan:
+    choices = tuple(Choice(c.op, TORCH, reason, fault) if c.op in ops and c.backend != TORCH else c for c in plan.choices)
+    return replace(plan, choices=choices)
+
+
+def _ops_of(plan: KernelPlan, modules: Sequence[JitModule]) -> tuple[str, ...]:
+    by_op = {choice.op: _modules(plan.needs, [choice]) for choice in plan.choices}
+    return tuple(op for op, own in by_op.items() if set(own) & set(modules))
+
+
+def _modules(needs: Sequence[Need], choices: Sequence[Choice]) -> tuple[JitModule, ...]:
+    ops = {choice.op for choice in choices if choice.backend != TORCH}
+    found = (module for need in needs if need.op in ops for module in FLASHINFER.offers[need.op].modules(need))
+    return tuple(dict.fromkeys(found))
+
+
+class KernelSetup:
+    """Carries out a plan: compiles in the background from the start on, and binds at the end."""
+
+    def __init__(self, plan: KernelPlan, speaks: bool) -> None:
+        self.plan = plan
+        self._speaks = speaks
+        if speaks:
+            _log.log(*told(plan.setting, plan.choices))
+        modules = plan.modules()
+        self._compilation = Compilation(modules, plan.device.cuda) if modules and plan.device.cuda else None
+        self._compiled: Compiled | None = None
+
+    def wait(self, check: Callable[[], None]) -> bytes:
+        """Waits for the compiler; returns what the other ranks are to know: the operations that failed here, and why.
+
+        Raises:
+            KernelError: where the setting names the back end, and it cannot be compiled.
+        """
+        if self._compilation is None:
+            return b""
+        try:
+            self._compiled = self._compilation.result(_LINE_SECONDS, self._tell, check)
+        except CompileError as error:
+            ops = _ops_of(self.plan, error.failed)
+            if self.plan.setting != AUTO:
+                raise KernelError(problem(FLASHINFER, error.lack, ops)) from error
+            return json.dumps({"ops": ops, "reason": error.lack.detail, "fault": error.lack.fault.name}).encode()
+        return b""
+
+    def _tell(self, text: str) -> None:
+        if self._speaks:
+            _log.info("kernels: %s", text)
+
+    def bind(self, model: nn.Module, said: Sequence[bytes]) -> KernelReport:
+        """Gives the model its kernels: torch's for whatever failed on any rank, as ``said`` by :meth:`wait` of each."""
+        failed = [json.loads(text) for text in said if text]
+        plan = self.plan
+        for one in failed:
+            plan = _by_torch(plan, one["ops"], one["reason"], one["fault"])
+        if failed and self._speaks:
+            _log.log(*told(plan.setting, plan.choices))
+        bind(model, {choice.op: FLASHINFER.kernels() for choice in plan.choices if choice.backend != TORCH})
+        return KernelReport(plan.setting, plan.choices, self._compiled)
