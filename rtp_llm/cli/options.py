@@ -25,6 +25,7 @@ LOADING = (
     "device",
     "dtype",
     "quantization",
+    "kernels",
     "reader_threads",
     "buffer_mib",
     "read_gap_kib",

@@ -87,11 +87,25 @@ def print_report(report: Mapping[str, Any]) -> None:
             ("read", f"{size(report['bytes_read'])} in {transport:.2f} s, {report['gb_per_s']:.2f} GB/s"),
             ("peak memory", f"{'not' if peak is None else size(peak)} measured, {size(report['predicted_peak_bytes'])} predicted"),
             ("slow path", f"{report['slow_path_weights']} weights"),
+            *kernel_lines(report["kernels"]),
             *verified,
             ("phases", ", ".join(f"{name} {spent:.2f} s" for name, spent in report["phases"].items())),
             ("plan digest", report["digest"]),
         ]
     )
+
+
+def kernel_lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Who does what, a line for each back end and reason; and what was compiled for it."""
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for choice in found["operations"]:
+        by_reason.setdefault((choice["backend"], choice["reason"]), []).append(choice["op"])
+    lines = [("kernels", f"{backend} for {', '.join(ops)} ({reason})") for (backend, reason), ops in by_reason.items()]
+    made = found["compiled"]
+    if made is not None:
+        what = f"{len(made['fresh'])} of {len(made['modules'])} modules in {made['seconds']:.1f} s, in {made['directory']}"
+        lines.append(("compiled", what))
+    return lines
 
 
 def _method(report: Mapping[str, Any]) -> str:

@@ -54,6 +54,12 @@ class LoadConfig:
         None,
         "Quantisation that the checkpoint must have (left out: whatever it declares), or inline-*: what to make of plain weights.",
     )
+    kernels: str = setting(
+        Choice(("auto", "flashinfer", "torch")),
+        "auto",
+        "Who computes norms, gates, rotations and attention; auto takes flashinfer on a CUDA device for what it can do there, else torch.",
+        env="KERNELS",
+    )
     # 256: beyond that, threads only queue at the disk.
     reader_threads: int = setting(
         Whole(0, 256), 0, "Threads that read files; 0 takes as many as there are CPUs (three quarters of them beside a GPU), at most 12."

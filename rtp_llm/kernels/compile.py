@@ -168,12 +168,10 @@ class Progress:
     @property
     def text(self) -> str:
         """``3 of 7 files compiled (norm, rope)``."""
+        if not self._objects:
+            return "waiting for another process, or loading"
         done = sum(path.exists() for path in self._objects)
-        return (
-            f"{done} of {len(self._objects)} files compiled ({', '.join(self.names)})"
-            if self._objects
-            else "waiting for another process, or loading"
-        )
+        return f"{done} of {len(self._objects)} files compiled ({', '.join(self.names)})"
 
 
 class Compilation:

@@ -94,12 +94,7 @@ def lacks(backend: Backend, need: Need, found: Mapping[Symbol, Resolution], devi
     offer = backend.offers.get(need.op)
     if offer is None:
         return (Lack(KernelFault.NOT_OFFERED, f"{backend.name} has no {need.op}"),)
-    lack: list[Lack] = []
-    if device.cuda is None or device.type != "cuda":
-        lack.append(Lack(KernelFault.NOT_CUDA, f"the device is {device.type if device.type != 'cuda' else 'ROCm'}"))
-    elif device.capability < offer.capability:
-        has, wants = (".".join(map(str, pair)) for pair in (device.capability, offer.capability))
-        lack.append(Lack(KernelFault.ARCHITECTURE, f"compute capability {has}, from {wants} on"))
+    lack = [_device_lack(offer, device)]
     for symbol in backend.symbols([need]):
         resolution = found.get(symbol)
         if resolution is not None and resolution.fault is not None:
@@ -109,5 +104,26 @@ def lacks(backend: Backend, need: Need, found: Mapping[Symbol, Resolution], devi
     beyond = offer.limit(need)
     if beyond:
         lack.append(Lack(KernelFault.SHAPE, beyond))
+    return _ordered(one for one in lack if one is not None)
+
+
+def _device_lack(offer: Offer, device: DeviceFacts) -> Lack | None:
+    if device.cuda is None or device.type != "cuda":
+        return Lack(KernelFault.NOT_CUDA, f"the device is {device.type if device.type != 'cuda' else 'of ROCm'}")
+    if device.capability < offer.capability:
+        has, wants = (".".join(map(str, pair)) for pair in (device.capability, offer.capability))
+        return Lack(KernelFault.ARCHITECTURE, f"compute capability {has}, from {wants} on")
+    return None
+
+
+def _ordered(lack: Iterable[Lack]) -> tuple[Lack, ...]:
     order = list(KernelFault)
     return tuple(sorted(dict.fromkeys(lack), key=lambda one: order.index(one.fault)))
+
+
+def unmet(backend: Backend, op: str, found: Mapping[Symbol, Resolution], device: DeviceFacts) -> tuple[Lack, ...]:
+    """What keeps an operation from being had on ``device`` for any model; sizes and dtype are taken to be right."""
+    offer = backend.offers[op]
+    lack = [_device_lack(offer, device)]
+    lack += [Lack(r.fault, r.detail) for s in offer.symbols if (r := found.get(s)) is not None and r.fault is not None]
+    return _ordered(one for one in lack if one is not None)

@@ -18,7 +18,7 @@ from rtp_llm.kernels.compile import SYMBOLS, Compilation, Compiled, CompileError
 from rtp_llm.kernels.faults import KernelError
 from rtp_llm.kernels.interface import kernel_needs
 from rtp_llm.kernels.needs import Need
-from rtp_llm.kernels.offers import DeviceFacts, JitModule, Lack
+from rtp_llm.kernels.offers import DeviceFacts, JitModule, Lack, unmet
 from rtp_llm.kernels.symbols import Resolution, Symbol, resolve
 
 _log = logging.getLogger("rtp_llm.loader")
@@ -39,7 +39,7 @@ class KernelPlan:
     def lines(self) -> Iterator[str]:
         """A line for each operation: the same on two ranks that have chosen the same."""
         for choice in self.choices:
-            yield f"kernels: {choice.op} by {choice.backend}" + ("" if choice.backend != TORCH else f" ({choice.reason})")
+            yield f"kernels: {choice.op} by {choice.backend}" + (f" ({choice.fault})" if choice.fault else "")
 
     def modules(self) -> tuple[JitModule, ...]:
         """What has to be compiled for it, each once."""
@@ -89,6 +89,13 @@ def plan_kernels(model: nn.Module, setting: str, device: torch.device) -> Kernel
         found = {symbol: resolve(symbol) for symbol in (*FLASHINFER.symbols(needs), *SYMBOLS)}
     plan = KernelPlan(setting, choose(setting, FLASHINFER, needs, found, facts), needs, facts)
     return _compilable(plan, found)
+
+
+def survey() -> list[tuple[str, str, tuple[str, ...]]]:
+    """Every operation that a back end offers, the back end, and what keeps it from being had on this machine's first GPU."""
+    facts = device_facts(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    found = {symbol: resolve(symbol) for offer in FLASHINFER.offers.values() for symbol in offer.symbols}
+    return [(op, FLASHINFER.name, tuple(lack.detail for lack in unmet(FLASHINFER, op, found, facts))) for op in FLASHINFER.offers]
 
 
 def _compilable(plan: KernelPlan, found: Mapping[Symbol, Resolution]) -> KernelPlan:
@@ -145,11 +152,11 @@ class KernelSetup:
         self._compilation = Compilation(modules, plan.device.cuda) if modules and plan.device.cuda else None
         self._compiled: Compiled | None = None
 
-    def wait(self, check: Callable[[], None]) -> bytes:
+    def wait(self, check: Callable[[], None], *, must: bool = False) -> bytes:
         """Waits for the compiler; returns what the other ranks are to know: the operations that failed here, and why.
 
         Raises:
-            KernelError: where the setting names the back end, and it cannot be compiled.
+            KernelError: where the setting names the back end, or it ``must`` be had, and it cannot be compiled.
         """
         if self._compilation is None:
             return b""
@@ -157,7 +164,7 @@ class KernelSetup:
             self._compiled = self._compilation.result(_LINE_SECONDS, self._tell, check)
         except CompileError as error:
             ops = _ops_of(self.plan, error.failed)
-            if self.plan.setting != AUTO:
+            if must or self.plan.setting != AUTO:
                 raise KernelError(problem(FLASHINFER, error.lack, ops)) from error
             return json.dumps({"ops": ops, "reason": error.lack.detail, "fault": error.lack.fault.name}).encode()
         return b""

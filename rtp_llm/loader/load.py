@@ -23,6 +23,7 @@ from rtp_llm.loader.choose import Chosen, choose, fallen_back
 from rtp_llm.loader.device import resolve_device
 from rtp_llm.loader.draft import Draft, draft
 from rtp_llm.loader.finish import finish
+from rtp_llm.loader.kernels import KernelSetup, plan_kernels
 from rtp_llm.loader.memory import PeakMeter
 from rtp_llm.loader.placement import allocate
 from rtp_llm.loader.report import LoadReport
@@ -115,11 +116,14 @@ def _load(
         drafted = draft(path, parallel, load, world.groups(parallel, watch), device.type)
         plan = drafted.plan
         plan.raise_for_problems()
+        kernels = plan_kernels(drafted.model, load.kernels, device)
     with clock.phase("agree"):
         content = tuple(content_lines(drafted.catalog, drafted.raw_config)) if world.size > 1 else ()
-        agree(watch, digest(iter((plan.digest, *content))), lambda: chain(plan.agreement_lines(), content))
+        said = (*content, *kernels.lines())
+        agree(watch, digest(iter((plan.digest, *said))), lambda: chain(plan.agreement_lines(), said))
     with clock.phase("choose"):
         chosen = choose(drafted, device, load, world, watch)
+    setup = KernelSetup(kernels, world.rank == 0)
     with PeakMeter(device) as meter:
         chosen, moved = _move(drafted, chosen, device, load, progress, world, watch, clock)
         with clock.phase("finish"):
@@ -129,8 +133,10 @@ def _load(
     if load.verify:
         with clock.phase("verify"):
             verified = verify(drafted.model, plan, drafted.catalog.directory)
+    with clock.phase("compile"):
+        failed = setup.wait(watch.check)
     with clock.phase("close"):
-        watch.exchange(b"loaded")
+        bound = setup.bind(drafted.model, watch.exchange(failed))
     report = LoadReport(
         plan=plan,
         device=str(device),
@@ -148,6 +154,7 @@ def _load(
         measured_peak_bytes=meter.peak_bytes,
         phases=clock.seconds,
         verified=verified,
+        kernels=bound,
     )
     return LoadedModel(drafted.model.eval(), plan, report, drafted.catalog, drafted.raw_config, drafted.family, device, world)
 

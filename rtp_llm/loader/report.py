@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rtp_llm.loader.kernels import KernelReport
 from rtp_llm.plan.plan import LoadPlan
 from rtp_llm.plan.views import plan_json
 
@@ -30,6 +31,7 @@ class LoadReport:
     slow_path_weights: int
     measured_peak_bytes: int | None
     phases: Mapping[str, float]
+    kernels: KernelReport
     verified: int | None = None
 
     @property
@@ -60,5 +62,6 @@ class LoadReport:
             "measured_peak_bytes": self.measured_peak_bytes,
             "slow_path_weights": self.slow_path_weights,
             "verified": self.verified,
+            "kernels": self.kernels.to_json(),
             "phases": {name: round(seconds, 4) for name, seconds in self.phases.items()},
         }

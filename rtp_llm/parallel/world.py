@@ -151,6 +151,6 @@ def agree(watch: Watch, digest: str, lines: Callable[[], Iterator[str]]) -> None
             rank=other,
             expected=ours,
             actual=theirs,
-            fix="give every rank the same checkpoint and the same settings",
+            fix="give every rank the same checkpoint, settings and packages",
         )
     )

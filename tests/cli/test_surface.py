@@ -11,7 +11,8 @@ from tests.support.paths import ROOT
 
 _COMMON = "--json --debug"
 _LOADING = (
-    "--load_method --device --dtype --quantization --reader_threads --buffer_mib --read_gap_kib --progress/--no_progress --timeout_s"
+    "--load_method --device --dtype --quantization --kernels --reader_threads --buffer_mib --read_gap_kib --progress/--no_progress"
+    " --timeout_s"
     " --stacked_moe_mode --fastsafetensors_config --fastsafetensors_config_json"
     " --fastsafetensors_nogds/--no_fastsafetensors_nogds --fastsafetensors_odirect"
     " --tp_size --ep_size --eplb"
@@ -19,6 +20,7 @@ _LOADING = (
 SURFACE = {
     "inspect": f"CKPT --tensors {_COMMON}",
     "plan": f"CKPT --tp_size --tp_rank/--rank --ep_size --ep_rank --eplb --dtype --quantization --reader_threads --buffer_mib {_COMMON}",
+    "warmup": f"CKPT --device --dtype --quantization --kernels --tp_size --tp_rank/--rank --ep_size --ep_rank --eplb {_COMMON}",
     "load": f"CKPT {_LOADING} --tp_rank/--rank --ep_rank --verify/--no_verify {_COMMON}",
     "generate": f"CKPT --prompt --max_new_tokens --raw {_LOADING} {_COMMON}",
     "embed": f"CKPT --text {_LOADING} {_COMMON}",

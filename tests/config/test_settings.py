@@ -23,6 +23,7 @@ EXAMPLES: dict[str, tuple[str, Any, tuple[str, ...], tuple[Any, ...]]] = {
     "device": ("cuda:1", "cuda:1", ("gpu", "cuda:", "cuda:-1", "cuda:1 x", "meta"), (None, 0)),
     "dtype": ("bfloat16", "bfloat16", ("bf16", "int8"), (None, 16)),
     "quantization": ("fp8", "fp8", ("bitsandbytes", "FP8", "inline", "none"), ("bitsandbytes", 8, True)),
+    "kernels": ("torch", "torch", ("triton", "Torch", "auto,torch"), (None, 1, True)),
     "reader_threads": ("4", 4, ("-1", "257", "4.0", "1_0", "٣", "four"), (True, 4.0, "4", None)),
     "read_gap_kib": ("0", 0, ("-1", "65537", "1KiB"), (False, None)),
     "buffer_mib": ("32", 32, ("0", "4097", "16MiB"), (False, None)),
@@ -122,6 +123,7 @@ def test_settings_objects_cannot_change(cls: type[Any]) -> None:
 #: Names that deployments already use, ours and those of fastsafetensors itself.
 OWN_VARIABLES = {
     "load_method": "LOAD_METHOD",
+    "kernels": "KERNELS",
     "stacked_moe_mode": "RTP_FASTSAFETENSORS_STACKED_MOE_MODE",
     "fastsafetensors_config": "FASTSAFETENSORS_CONFIG",
     "fastsafetensors_config_json": "FASTSAFETENSORS_CONFIG_JSON",

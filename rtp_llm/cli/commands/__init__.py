@@ -10,5 +10,6 @@ from rtp_llm.cli.commands.load import load
 from rtp_llm.cli.commands.models import models
 from rtp_llm.cli.commands.plan import plan
 from rtp_llm.cli.commands.settings import settings
+from rtp_llm.cli.commands.warmup import warmup
 
-COMMANDS = (inspect, plan, load, generate, embed, export, models, doctor, bench, settings)
+COMMANDS = (inspect, plan, warmup, load, generate, embed, export, models, doctor, bench, settings)

@@ -53,6 +53,7 @@ def doctor(context: click.Context, directory: str | None) -> int:
         "torch": torch_found,
         "packages": [_package(*row) for row in _PACKAGES],
         "tiers": _tiers(torch_found),
+        "kernels": _kernels(torch_found),
         "quantization": _quantization(torch_found),
         "directory": _directory(Path(directory)) if directory else None,
     }
@@ -100,6 +101,15 @@ def _tiers(torch_found: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def _kernels(torch_found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each operation of each back end, in a dtype and sizes that it has, and what is missing for it here."""
+    if torch_found["error"] is not None:
+        return []
+    from rtp_llm.loader.kernels import survey
+
+    return [{"op": op, "backend": backend, "usable": not lacks, "lacks": list(lacks)} for op, backend, lacks in survey()]
+
+
 def _quantization(torch_found: dict[str, Any]) -> list[dict[str, Any]]:
     """What the product of a quantised linear layer runs on here, for each method."""
     if torch_found["error"] is not None:
@@ -142,6 +152,8 @@ def _text(document: dict[str, Any]) -> None:
     )
     table(("package", "version", "use"), [(p["name"], p["version"] or "not installed", p["use"]) for p in document["packages"]])
     table(("tier", "usable", "reason"), [(t["name"], "yes" if t["usable"] else "no", t["reason"] or "") for t in document["tiers"]])
+    rows = [(k["op"], k["backend"], "yes" if k["usable"] else "no", "; ".join(k["lacks"])) for k in document["kernels"]]
+    table(("kernel", "back end", "usable", "why not"), rows)
     table(("quantisation", "products here"), [(m["name"], m["product"]) for m in document["quantization"]])
     if document["directory"]:
         _directory_text(document["directory"])
