@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -23,11 +23,11 @@ from rtp_llm.transport import pagecache
 from rtp_llm.transport.fastsafetensors.config import EffectiveConfig, effective
 from rtp_llm.transport.fastsafetensors.group import GroupTransport
 from rtp_llm.transport.fastsafetensors.local import LocalTransport, Means
-from rtp_llm.transport.fastsafetensors.probe import Capabilities, Tier, probe
+from rtp_llm.transport.fastsafetensors.probe import Capabilities, Tier, absent, probe
 from rtp_llm.transport.fastsafetensors.sequence import group_order, local_chunks, local_pieces, splits
 from rtp_llm.transport.fastsafetensors.whole import WholeTransport
 from rtp_llm.transport.interface import Transport
-from rtp_llm.transport.policy import SCRATCH, Decision, Facts, decide
+from rtp_llm.transport.policy import SCRATCH, Decision, Facts, asked_for, compares, decide, decided
 from rtp_llm.transport.scratch.reader import ScratchTransport
 
 _log = logging.getLogger("rtp_llm.loader")
@@ -63,24 +63,27 @@ def choose(drafted: Draft, device: torch.device, load: LoadConfig, world: World,
     """
     mode = StackedMode(load.stacked_moe_mode)
     if load.load_method == SCRATCH:
-        found = _Found(Capabilities(Tier.ABSENT, "not asked for"), _facts(drafted, device, world, EffectiveConfig(), False), {})
-        return _scratch(drafted, device, load, decide(SCRATCH, mode, found.facts, found.capabilities), None, world, watch)
+        return _scratch(drafted, device, load, asked_for(mode), None, world, watch)
     config = effective(load)
     gpudirect = device.type == "cuda" and config.copier in ("gds", "fgds") and _GDS_NODE.exists()
     if config.copier == "gds" and not gpudirect and config.loader == "base":
         config = replace(config, copier="nogds")
-    mine = _Found(_reached(probe(), config), _facts(drafted, device, world, config, gpudirect), _direct(drafted, config))
-    found = _together(mine, watch)
-    first = decide(load.load_method, mode, found.facts, found.capabilities)
+    cached = _Cached(drafted)
+    lack, facts = _together(absent(), _facts(drafted, device, load, world, config, gpudirect, cached), watch)
+    early = decided(load.load_method, mode, facts, lack)
+    if early is not None:
+        return _scratch(drafted, device, load, early, Tier.ABSENT if lack else None, world, watch)
+    capabilities = _least_able(_reached(probe(), config), watch)
+    first = decide(load.load_method, mode, facts, capabilities)
     if first.method == SCRATCH:
-        return _scratch(drafted, device, load, first, found.capabilities.tier, world, watch)
-    means = Means(drafted.catalog.directory, device, config, load.reader_threads or _THREADS, mine.direct)
-    transport, plan = _built(drafted, means, mode, found.capabilities, load, world, watch)
+        return _scratch(drafted, device, load, first, capabilities.tier, world, watch)
+    means = Means(drafted.catalog.directory, device, config, load.reader_threads or _THREADS, _direct(config, cached))
+    transport, plan = _built(drafted, means, mode, capabilities, load, world, watch)
     short = shortages(plan, device, watch, _least(device, config))
-    decision = decide(load.load_method, mode, found.facts, found.capabilities, short[0].what if short else None)
+    decision = decide(load.load_method, mode, facts, capabilities, short[0].what if short else None)
     if decision.method == SCRATCH:
-        return _scratch(drafted, device, load, decision, found.capabilities.tier, world, watch)
-    return _told(Chosen(transport, decision, plan, found.capabilities.tier), world)
+        return _scratch(drafted, device, load, decision, capabilities.tier, world, watch)
+    return _told(Chosen(transport, decision, plan, capabilities.tier), world)
 
 
 def _scratch(
@@ -130,19 +133,29 @@ def _built(
     return group, replace(plan, bytes_staging=group.staging_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    capabilities: Capabilities
-    facts: Facts
-    direct: Mapping[str, bool]
+class _Cached:
+    """How much of each of the plan's files is in the page cache, looked at once, if somebody asks."""
+
+    def __init__(self, drafted: Draft) -> None:
+        self._directory, self.sizes = Path(drafted.catalog.directory), {f.name: f.size for f in drafted.plan.files}
+
+    @cached_property
+    def bytes(self) -> dict[str, int]:
+        return {name: pagecache.estimated_cached_bytes(self._directory / name) or 0 for name in self.sizes}
 
 
-def _facts(drafted: Draft, device: torch.device, world: World, config: EffectiveConfig, gpudirect: bool) -> Facts:
-    plan, directory = drafted.plan, Path(drafted.catalog.directory)
-    where = pagecache.file_system(directory)
-    whole = sum(f.size for f in plan.files)
-    warm = sum(_cached(directory / f.name) for f in plan.files)
-    touched = sum(piece.stop - piece.start for piece in local_pieces(plan, splits(plan.slots, StackedMode.PER_EXPERT), whole))
+def _facts(
+    drafted: Draft, device: torch.device, load: LoadConfig, world: World, config: EffectiveConfig, gpudirect: bool, cached: _Cached
+) -> Facts:
+    plan = drafted.plan
+    where = pagecache.file_system(Path(drafted.catalog.directory))
+    network = where is not None and where.network
+    warm = whole = touched = 0
+    if compares(load.load_method, world.size):
+        whole, warm = sum(cached.sizes.values()), sum(cached.bytes.values())
+        # Locally what one rank has read the others find in the cache, however often it is fetched.
+        pieces = local_pieces(plan, splits(plan.slots, StackedMode.PER_EXPERT), whole) if network else ()
+        touched = sum(piece.stop - piece.start for piece in pieces) if network else plan.bytes_read
     return Facts(
         all_safetensors=all(f.format == "safetensors" for f in plan.files),
         strangers=any(note.fault is CheckpointFault.OUTSIDE_INDEX for note in drafted.catalog.notes),
@@ -150,7 +163,7 @@ def _facts(drafted: Draft, device: torch.device, world: World, config: Effective
         ranks=world.size,
         hosts=1,
         file_system="unknown" if where is None else where.kind,
-        network=where is not None and where.network,
+        network=network,
         gpudirect=gpudirect or config.loader == "3fs",
         bytes_cold=whole - warm,
         bytes_warm=warm,
@@ -158,32 +171,25 @@ def _facts(drafted: Draft, device: torch.device, world: World, config: Effective
     )
 
 
-def _cached(path: Path) -> int:
-    return pagecache.estimated_cached_bytes(path) or 0
-
-
-def _direct(drafted: Draft, config: EffectiveConfig) -> dict[str, bool]:
+def _direct(config: EffectiveConfig, cached: _Cached) -> dict[str, bool]:
     """For each file whether to read around the page cache: as the settings say, else where keeping the file would only drive
     out others, because what is not cached of this checkpoint does not fit into free memory.
 
     Cached data is read 15 times slower around the cache than through it, and other data no faster (benchmark/fastsafetensors.md).
     """
-    directory = Path(drafted.catalog.directory)
-    sizes = {f.name: (f.size, _cached(directory / f.name)) for f in drafted.plan.files}
     if config.direct is not None:
-        return dict.fromkeys(sizes, config.direct)
-    missing = sum(size - cached for size, cached in sizes.values())
+        return dict.fromkeys(cached.sizes, config.direct)
+    missing = sum(cached.sizes.values()) - sum(cached.bytes.values())
     crowded = missing > free_bytes(torch.device("cpu"))
-    return {name: crowded and cached < size // 2 for name, (size, cached) in sizes.items()}
+    return {name: crowded and cached.bytes[name] < size // 2 for name, size in cached.sizes.items()}
 
 
-def _together(mine: _Found, watch: Watch) -> _Found:
-    """The facts of all ranks in one: the lowest tier, the coldest cache, what all read; the same on every rank."""
-    told = {"tier": int(mine.capabilities.tier), "reason": mine.capabilities.reason, "host": host(), "facts": asdict(mine.facts)}
+def _together(lack: str, mine: Facts, watch: Watch) -> tuple[str, Facts]:
+    """Why a rank has no package, if one has none, and the facts of all ranks in one: the coldest cache, what all read; the
+    same on every rank."""
+    told = {"absent": lack, "host": host(), "facts": asdict(mine)}
     asked = [json.loads(text) for text in watch.exchange(json.dumps(told).encode())]
-    worst = min(range(len(asked)), key=lambda rank: asked[rank]["tier"])
-    reason = asked[worst]["reason"] if len(asked) == 1 else f"rank {worst}: {asked[worst]['reason']}"
-    capabilities = replace(mine.capabilities, tier=Tier(asked[worst]["tier"]), reason=reason)
+    lacking = next((rank for rank, a in enumerate(asked) if a["absent"]), None)
     every = [Facts(**a["facts"]) for a in asked]
     coldest = max(every, key=lambda facts: facts.bytes_cold)
     facts = replace(
@@ -194,7 +200,19 @@ def _together(mine: _Found, watch: Watch) -> _Found:
         gpudirect=all(f.gpudirect for f in every),
         bytes_ranks=sum(f.bytes_ranks for f in every),
     )
-    return replace(mine, capabilities=capabilities, facts=facts)
+    return "" if lacking is None else _of_rank(lacking, asked[lacking]["absent"], len(asked)), facts
+
+
+def _least_able(mine: Capabilities, watch: Watch) -> Capabilities:
+    """What every rank's package can do: the lowest tier of all, with its reason; the same on every rank."""
+    told = {"tier": int(mine.tier), "reason": mine.reason}
+    asked = [json.loads(text) for text in watch.exchange(json.dumps(told).encode())]
+    worst = min(range(len(asked)), key=lambda rank: asked[rank]["tier"])
+    return replace(mine, tier=Tier(asked[worst]["tier"]), reason=_of_rank(worst, asked[worst]["reason"], len(asked)))
+
+
+def _of_rank(rank: int, reason: str, ranks: int) -> str:
+    return reason if ranks == 1 else f"rank {rank}: {reason}"
 
 
 def fallen_back(chosen: Chosen, drafted: Draft, device: torch.device, load: LoadConfig, reason: str, world: World) -> Chosen:

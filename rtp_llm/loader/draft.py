@@ -21,6 +21,7 @@ from rtp_llm.models.family import Family
 from rtp_llm.models.registry import resolve
 from rtp_llm.parallel.groups import Groups, groups_at
 from rtp_llm.parallel.shard import check_divisible
+from rtp_llm.plan.collector import collector_paused
 from rtp_llm.plan.join import join
 from rtp_llm.plan.plan import LoadPlan
 from rtp_llm.transport.scratch.staging import staging_bytes
@@ -48,6 +49,7 @@ def readers(load: LoadConfig, device_type: str) -> int:
     return load.reader_threads or max(1, min(MOST_READERS, cpus * 3 // 4 if device_type == "cuda" else cpus))
 
 
+@collector_paused()
 def draft(directory: str | os.PathLike[str], parallel: ParallelConfig, load: LoadConfig, groups: Groups, device_type: str) -> Draft:
     """Reads headers and config.json, builds the model without memory, and plans.
 

@@ -21,8 +21,10 @@ def tiles(shape: Shape, boxes: Sequence[Box]) -> bool:
 
 
 def _tiles(shape: Shape, boxes: list[Box]) -> bool:
+    if len(boxes) == 1:  # most slabs: experts, each of which is one matrix or two
+        return boxes[0] == whole(shape)
     if not shape:
-        return len(boxes) == 1
+        return False
     if 0 in shape:
         return not boxes
     cuts = sorted({0, shape[0], *(cut for box in boxes for cut in box[0])})

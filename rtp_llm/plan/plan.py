@@ -242,6 +242,5 @@ def digest(lines: Iterator[str]) -> str:
 
 def compatible(slot_box: Box, local_box: Box) -> bool:
     """Whether a slot's box may fill a parameter's: same extents, but for leading dimensions of extent 1."""
-    slot, local = extent(slot_box), extent(local_box)
-    lead = len(local) - len(slot)
-    return lead >= 0 and local[lead:] == slot and all(n == 1 for n in local[:lead])
+    lead = len(local_box) - len(slot_box)
+    return lead >= 0 and extent(local_box) == (1,) * lead + extent(slot_box)

@@ -17,8 +17,8 @@ class Facts:
 
     ``bytes_cold`` and ``bytes_warm`` divide the checkpoint's data by whether it is in the page cache of the host that has
     least of it; ``bytes_ranks`` is what all ranks fetch if each reads for itself, whole rows even where it needs a few columns,
-    since that is what reading ahead makes of it.  ``strangers``: files hold tensors that the index does not name, under names
-    that it may name elsewhere.
+    since that is what reading ahead makes of it.  These three are 0 where nothing depends on them (:func:`compares`).
+    ``strangers``: files hold tensors that the index does not name, under names that it may name elsewhere.
     """
 
     all_safetensors: bool
@@ -74,39 +74,58 @@ _NETWORK_COLD = 2.0e9
 _BROADCAST = 150e9
 
 
+def compares(load_method: str, ranks: int) -> bool:
+    """Whether estimates may decide, so that somebody has to find out what is cached and how much all ranks read."""
+    return load_method == "auto" and ranks > 1
+
+
+def decided(load_method: str, stacked_moe_mode: StackedMode, facts: Facts, absent: str = "") -> Decision | None:
+    """The decision, if it does not depend on what the package can do; importing a package to find that out takes longer than
+    everything else here.
+
+    Args:
+        absent: why there is no package on some rank; empty where all have one.
+    """
+    lack = _precondition(load_method, facts) or absent
+    if lack:
+        return _scratch(load_method, stacked_moe_mode, lack, logging.INFO)
+    if load_method == "auto":
+        cheaper, why = _cheaper(facts)
+        if cheaper == SCRATCH:
+            return _scratch(load_method, stacked_moe_mode, why)
+    return None
+
+
 def decide(
     load_method: str, stacked_moe_mode: StackedMode, facts: Facts, capabilities: Capabilities, shortage: str | None = None
 ) -> Decision:
     """The transport for a load.
 
     Args:
-        load_method: ``auto``, ``fastsafetensors`` or ``scratch``.
+        load_method: ``auto`` or ``fastsafetensors``.
         stacked_moe_mode: as asked for; kept in the decision.
         facts, capabilities: of all ranks together: what the least able of them has.
         shortage: why fastsafetensors does not fit into memory, if it does not.
     """
-
-    def scratch(reason: str, level: int | None) -> Decision:
-        degraded = None if level is None else reason
-        return Decision(SCRATCH, load_method, stacked_moe_mode, level or logging.INFO, degraded, (reason,))
-
-    if load_method == SCRATCH:
-        return scratch("it was asked for", None)
-    lack = _precondition(load_method, facts)
+    early = decided(load_method, stacked_moe_mode, facts, capabilities.reason if capabilities.tier is Tier.ABSENT else "")
+    if early is not None:
+        return early
+    lack = _tier(facts, capabilities) or shortage
     if lack:
-        return scratch(lack, logging.INFO)
-    if capabilities.tier is Tier.ABSENT:
-        return scratch(capabilities.reason, logging.INFO)
-    lack = _tier(facts, capabilities) or shortage or ""
-    if lack:
-        return scratch(lack, logging.WARNING)
-    reasons = ("it was asked for",)
-    if load_method == "auto":
-        better, why = _cheaper(facts)
-        if better == SCRATCH:
-            return scratch(why, None)
-        reasons = (why,)
-    return Decision(FASTSAFETENSORS, load_method, stacked_moe_mode, logging.INFO, None, (*reasons, *_ways(facts, capabilities)))
+        return _scratch(load_method, stacked_moe_mode, lack, logging.WARNING)
+    reasons = (_cheaper(facts)[1] if load_method == "auto" else "it was asked for", *_ways(facts, capabilities))
+    return Decision(FASTSAFETENSORS, load_method, stacked_moe_mode, logging.INFO, None, reasons)
+
+
+def asked_for(stacked_moe_mode: StackedMode) -> Decision:
+    """The own reader was asked for, which nothing overrules."""
+    return _scratch(SCRATCH, stacked_moe_mode, "it was asked for")
+
+
+def _scratch(load_method: str, stacked_moe_mode: StackedMode, reason: str, falls_back: int | None = None) -> Decision:
+    """The own reader; ``falls_back`` is the level of the record where this is not what was wanted."""
+    degraded = None if falls_back is None else reason
+    return Decision(SCRATCH, load_method, stacked_moe_mode, falls_back or logging.INFO, degraded, (reason,))
 
 
 def _precondition(load_method: str, facts: Facts) -> str:
@@ -131,6 +150,8 @@ def _cheaper(facts: Facts) -> tuple[str, str]:
     """The cheaper of two ways that both work: each rank reads its part, or each file is read once and passed on."""
     if facts.gpudirect:
         return FASTSAFETENSORS, "storage can be read straight into the device"
+    if facts.ranks == 1:
+        return SCRATCH, "one rank reads each byte once either way, and the own reader needs no chunks on the device"
     alone = _seconds(facts, SCRATCH, max(1.0, facts.bytes_ranks / max(1, facts.bytes_cold + facts.bytes_warm)))
     once = _seconds(facts, FASTSAFETENSORS, 1.0)
     if facts.ranks > 1:

@@ -17,6 +17,7 @@ import torch
 
 from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.plan.boxes import extent, view
+from rtp_llm.plan.collector import collector_paused
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.transport.interface import Moved, Progress, Sink
 from rtp_llm.transport.scratch.blocks import MAX_OVERREAD, MAX_RUNS, Block, Comb, Extent, Stretch, work_of
@@ -44,7 +45,8 @@ class ScratchTransport:
         self._threads, self._buffer_bytes, self._most_gap = threads, buffer_bytes, most_gap
 
     def deliver(self, plan: LoadPlan, sink: Sink, progress: Progress, check: Callable[[], None]) -> Moved:
-        work = _Work(list(work_of(plan, sink.direct, self._buffer_bytes, self._most_gap)))
+        with collector_paused():
+            work = _Work(list(work_of(plan, sink.direct, self._buffer_bytes, self._most_gap)))
         whole = threading.Lock()
         with ThreadPoolExecutor(self._threads, "rtp_llm-read") as pool:
             readers = [

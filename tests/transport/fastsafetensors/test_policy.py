@@ -9,7 +9,7 @@ import pytest
 
 from rtp_llm.config.load import StackedMode
 from rtp_llm.transport.fastsafetensors.probe import Capabilities, Tier
-from rtp_llm.transport.policy import Facts, decide
+from rtp_llm.transport.policy import Facts, asked_for, compares, decide, decided
 
 #: A checkpoint of 100 GB on one host's disk, none of it cached, for one GPU.
 COLD = Facts(
@@ -37,9 +37,9 @@ FALLS_BACK: list[tuple[str, str, Facts, Capabilities, str | None, int, str]] = [
     ("CPU", "auto", replace(COLD, device_type="cpu"), BOUNDED, None, logging.INFO, "the device is the CPU"),
     ("absent", "auto", COLD, Capabilities(Tier.ABSENT, "not installed"), None, logging.INFO, "not installed"),
     ("absent, asked", "fastsafetensors", COLD, Capabilities(Tier.ABSENT, "not installed"), None, logging.INFO, "not installed"),
-    ("unusable", "auto", COLD, Capabilities(Tier.UNUSABLE, "OSError: libx"), None, logging.WARNING, "OSError: libx"),
+    ("unusable", "auto", NETWORK, Capabilities(Tier.UNUSABLE, "OSError: libx"), None, logging.WARNING, "OSError: libx"),
     ("unusable, asked", "fastsafetensors", COLD, Capabilities(Tier.UNUSABLE, "OSError: libx"), None, logging.WARNING, "libx"),
-    ("too old", "auto", COLD, Capabilities(Tier.TOO_OLD, "no AutoLoader"), None, logging.WARNING, "no AutoLoader"),
+    ("too old", "auto", NETWORK, Capabilities(Tier.TOO_OLD, "no AutoLoader"), None, logging.WARNING, "no AutoLoader"),
     ("whole, ranks", "auto", NETWORK, WHOLE, None, logging.WARNING, "whole files to one rank only"),
     ("whole, strangers", "fastsafetensors", replace(COLD, strangers=True), WHOLE, None, logging.WARNING, "not unique"),
     ("memory", "auto", replace(COLD, gpudirect=True), BOUNDED, "does not fit", logging.WARNING, "does not fit"),
@@ -62,7 +62,6 @@ def test_falls_back(asked: str, facts: Facts, capabilities: Capabilities, shorta
 @pytest.mark.parametrize(
     ("asked", "facts", "capabilities", "method"),
     [
-        pytest.param("scratch", COLD, BOUNDED, "scratch", id="scratch is never overruled"),
         pytest.param("fastsafetensors", COLD, BOUNDED, "fastsafetensors", id="asked for"),
         pytest.param("fastsafetensors", replace(COLD, device_type="cpu"), BOUNDED, "fastsafetensors", id="asked for on the CPU"),
         pytest.param("fastsafetensors", COLD, WHOLE, "fastsafetensors", id="asked for, whole tensors, one rank"),
@@ -87,8 +86,35 @@ def test_chooses(asked: str, facts: Facts, capabilities: Capabilities, method: s
 
 def test_the_estimate_is_told() -> None:
     """auto's reason has the storage, what is cached, the ranks, and both estimates."""
-    (reason,) = decide("auto", PER_EXPERT, replace(COLD, bytes_warm=10**11), BOUNDED).reasons
-    assert "local storage (ext4), 50% in the page cache, 1 rank(s) on 1 host(s)" in reason and reason.count(" s") >= 2
+    (reason,) = decide("auto", PER_EXPERT, replace(COLD, bytes_warm=10**11, ranks=2), BOUNDED).reasons
+    assert "local storage (ext4), 50% in the page cache, 2 rank(s) on 1 host(s)" in reason and reason.count(" s") >= 2
+
+
+def test_scratch_is_never_overruled() -> None:
+    """Who asks for the own reader gets it: nothing is looked at."""
+    found = asked_for(PER_EXPERT)
+    assert (found.method, found.requested, found.level, found.degraded_reason) == ("scratch", "scratch", logging.INFO, None)
+
+
+@pytest.mark.parametrize("asked", ["auto", "fastsafetensors"])
+@pytest.mark.parametrize(
+    "facts", [COLD, NETWORK, replace(COLD, device_type="cpu"), replace(COLD, gpudirect=True), replace(COLD, all_safetensors=False)]
+)
+def test_an_early_decision_is_the_decision(asked: str, facts: Facts) -> None:
+    """What is decided before the package is imported is what would be decided with any package; and a decision that no
+    package changes is made early."""
+    able = [Capabilities(tier, tier.name) for tier in Tier if tier is not Tier.ABSENT]
+    every = [decide(asked, PER_EXPERT, facts, capabilities) for capabilities in able]
+    early = decided(asked, PER_EXPERT, facts)
+    assert early is None or every == [early] * len(able)
+    assert (early is None) == (len({(d.method, d.reasons) for d in every}) > 1)
+
+
+def test_one_rank_asks_nothing_of_the_page_cache() -> None:
+    """The sizes that nobody has looked for are 0, and change nothing."""
+    assert not compares("auto", 1) and not compares("fastsafetensors", 4) and compares("auto", 4)
+    unseen = replace(COLD, bytes_cold=0, bytes_warm=0, bytes_ranks=0)
+    assert decide("auto", PER_EXPERT, unseen, BOUNDED) == decide("auto", PER_EXPERT, COLD, BOUNDED)
 
 
 @pytest.mark.parametrize("mode", list(StackedMode))
