@@ -1,18 +1,21 @@
-"""Multi-head attention with shared key/value heads, split over heads; torch's scaled dot product does the work."""
+"""Multi-head attention with shared key/value heads, split over heads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
-from rtp_llm.layers.cache import CacheShape, KVCache
+from rtp_llm.kernels.attention import AttentionCall, AttentionUser, Call
+from rtp_llm.kernels.interface import KernelUser
+from rtp_llm.kernels.needs import RotaryNeed
+from rtp_llm.kernels.paging import PagedRows
+from rtp_llm.layers.cache import CacheShape, PagedCache
 from rtp_llm.layers.linear import QKVParallelLinear, RowParallelLinear
 from rtp_llm.layers.norm import RMSNorm
-from rtp_llm.layers.rotary import apply_rotary
 from rtp_llm.parallel.groups import TensorParallel
 
 
@@ -25,33 +28,39 @@ class Mask:
     causal: bool = False
 
 
-def causal_mask(queries: int, past: int, window: int | None, device: torch.device) -> Mask:
-    """The mask of ``queries`` tokens behind ``past`` cached ones.  With a ``window`` a token sees that many tokens, itself included."""
-    keys = past + queries
-    if window is None or window >= keys:
-        if queries == 1:
-            return Mask()
-        if past == 0:
-            return Mask(causal=True)
-    query = torch.arange(past, keys, device=device)[:, None]
-    key = torch.arange(keys, device=device)[None]
-    seen = key <= query
-    return Mask(seen if window is None else seen & (key > query - window))
+def causal_mask(tokens: int, window: int | None, device: torch.device) -> Mask:
+    """The mask of a sequence of ``tokens`` tokens.  With a ``window`` a token sees that many tokens, itself included."""
+    if window is None or window >= tokens:
+        return Mask(causal=tokens > 1)
+    query, key = torch.arange(tokens, device=device)[:, None], torch.arange(tokens, device=device)[None]
+    return Mask((key <= query) & (key > query - window))
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """A pass with a cache: its rows, and what each kind of attention has worked out for them."""
+
+    cache: PagedCache
+    rows: PagedRows
+    plans: Mapping[Call, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What all layers of one forward pass share: a mask for each window that a layer has (None: no window), the rotary
-    tables ``[seq, dim]`` where the model has them, and the cache where there is one."""
+    """What all layers of one forward pass share: the rotary tables ``[batch * seq, dim]`` where the model has them; with a cache
+    ``paged``, without one a mask for each window that a layer has (None: no window)."""
 
-    masks: Mapping[int | None, Mask]
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
-    cache: KVCache | None = None
+    masks: Mapping[int | None, Mask] = field(default_factory=dict)
+    paged: Paged | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Sizes of one attention block, over all ranks; ``norm_eps`` asks for RMS norms on each query and key head."""
+    """Sizes of one attention block, over all ranks; ``norm_eps`` asks for RMS norms on each query and key head.
+
+    ``rotary_dim``: the elements of a head that are turned; None where nothing is.
+    """
 
     hidden_size: int
     heads: int
@@ -60,9 +69,10 @@ class AttentionShape:
     qkv_bias: bool = False
     output_bias: bool = False
     norm_eps: float | None = None
+    rotary_dim: int | None = None
 
 
-class Attention(nn.Module):
+class Attention(KernelUser, AttentionUser):
     """``x [batch, seq, hidden] -> [batch, seq, hidden]``; slots ``{slot}.q``, ``.k``, ``.v``, ``.o``, ``.q_norm``, ``.k_norm``.
 
     ``window``: how many tokens a token sees, itself included; None for all.  ``layer`` is the place in the KV cache.
@@ -83,23 +93,35 @@ class Attention(nn.Module):
         eps = shape.norm_eps
         self.q_norm = None if eps is None else RMSNorm(f"{slot}.q_norm", shape.head_dim, eps, dtype=dtype)
         self.k_norm = None if eps is None else RMSNorm(f"{slot}.k_norm", shape.head_dim, eps, dtype=dtype)
+        self.rotary_dim = shape.rotary_dim
+        self.call = AttentionCall(self.qkv.heads, self.qkv.kv_heads, shape.head_dim, dtype, window)
+
+    def kernel_needs(self) -> Iterator[RotaryNeed]:
+        if self.rotary_dim is not None:
+            yield RotaryNeed("rotate", self.call.dtype, self.head_dim, self.rotary_dim, False)
 
     @property
     def cache_shape(self) -> CacheShape:
-        """What this layer keeps of each token."""
-        return CacheShape(self.qkv.kv_heads, self.head_dim, self.head_dim)
+        """What this layer keeps of each token: a key and a value for each of its heads."""
+        return CacheShape(((self.qkv.kv_heads, self.head_dim),) * 2)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        heads = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.qkv(x).split(self.qkv.sizes, dim=-1))
-        q, k, v = heads
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).flatten(0, 1) for part in self.qkv(x).split(self.qkv.sizes, dim=-1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if step.rotary is not None:
-            q, k = apply_rotary(q, *step.rotary), apply_rotary(k, *step.rotary)
-        if step.cache is not None:
-            k, v = step.cache.update(self.layer, k, v)
-        mask = step.masks[self.window]
-        shared = self.qkv.heads != self.qkv.kv_heads
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.tensor, is_causal=mask.causal, enable_gqa=shared)
-        out: torch.Tensor = self.o(seen.transpose(1, 2).flatten(2))
+            q, k = self.kernels.rotate(q, k, *step.rotary, False)
+        if step.paged is None:
+            seen = self._whole(q, k, v, len(x), step.masks[self.window])
+        else:
+            pages = step.paged.cache.write(self.layer, step.paged.rows, k, v)
+            seen = self.attention.attend(step.paged.plans[self.call], q, *pages)
+        out: torch.Tensor = self.o(seen.flatten(1).unflatten(0, x.shape[:2]))
         return out
+
+    def _whole(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: int, mask: Mask) -> torch.Tensor:
+        """Attention among the tokens of the pass alone."""
+        shared = self.qkv.heads != self.qkv.kv_heads
+        q, k, v = (part.unflatten(0, (batch, -1)).transpose(1, 2) for part in (q, k, v))
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.tensor, is_causal=mask.causal, enable_gqa=shared)
+        return seen.transpose(1, 2).flatten(0, 1)

@@ -99,7 +99,7 @@ class Encoder(nn.Module):
         if attention_mask is not None:
             check_batch("attention_mask", attention_mask, tuple(input_ids.shape))
             mask = Mask(attention_mask.bool()[:, None, None, :])
-        step = Step({None: mask})
+        step = Step(masks={None: mask})
         x: torch.Tensor = self.embed(input_ids, token_type_ids)
         for layer in self.layers:
             x = layer(x, step)

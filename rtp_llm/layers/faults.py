@@ -14,6 +14,8 @@ class LayerFault(Enum):
     UNKNOWN_POOLING = "a way of pooling that is not there"
     BAD_INPUT = "a tensor that the model cannot take"
     CACHE_TOO_SMALL = "the KV cache has no room for the tokens"
+    NO_PAGES = "the KV cache has no free pages for the tokens"
+    NO_SLOT = "the KV cache has no place for another sequence"
     NO_POOLER = "the checkpoint holds no pooler"
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from rtp_llm.kernels.torch_kernels import apply_rotary
 from rtp_llm.layers.linear import ReplicatedLinear
 from rtp_llm.layers.norm import LayerNorm
-from rtp_llm.layers.rotary import apply_rotary
 
 #: The epsilon of the keys' norm, which no configuration names.
 KEY_NORM_EPS = 1e-6
@@ -56,25 +56,30 @@ class Indexer(nn.Module):
         return self.shape.top_k
 
     def keys(self, x: torch.Tensor, rotary: Tables | None) -> torch.Tensor:
-        """``x [batch, seq, hidden] -> [batch, 1, seq, head_dim]``: the keys that the cache keeps."""
-        k = self.k_norm(self.k(x).float()).to(x.dtype)[:, None]
+        """``x [batch, seq, hidden] -> [batch * seq, head_dim]``: the keys that the cache keeps."""
+        k = self.k_norm(self.k(x).float()).to(x.dtype).flatten(0, 1)
         return k if rotary is None else apply_rotary(k, *rotary)
 
-    def select(self, x: torch.Tensor, q_latent: torch.Tensor, rotary: Tables | None, keys: torch.Tensor) -> torch.Tensor:
+    def select(
+        self, x: torch.Tensor, q_latent: torch.Tensor, rotary: Tables | None, keys: torch.Tensor, seen: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The mask of the tokens that each query sees, ``bool [batch, 1, seq, length]``.
 
-        ``keys [batch, 1, length, head_dim]`` are all those that there are, the queries' own last; ``x`` and ``q_latent``
-        are the queries' hidden states and latents, ``[batch, seq, ...]``.
+        ``keys [batch, length, head_dim]`` are all those that there are; ``x`` and ``q_latent`` are the queries' hidden states and
+        latents, ``[batch, seq, ...]``.  ``seen [batch or 1, 1, seq, length]`` says which of them a query may choose; None: those up
+        to its own, where the queries' own keys are the last ones.
         """
-        q = self.q(q_latent).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
+        q = self.q(q_latent).flatten(0, 1).unflatten(-1, (-1, self.shape.head_dim))
         if rotary is not None:
-            q = apply_rotary(q, *rotary)
+            q = apply_rotary(q, *(table[:, None] for table in rotary))
+        q = q.unflatten(0, x.shape[:2]).transpose(1, 2)
         weights = self.weights(x).float().transpose(1, 2) * self.shape.heads**-0.5
-        queries, length = q.shape[2], keys.shape[2]
-        seen = torch.ones(queries, length, dtype=torch.bool, device=x.device).tril(length - queries)
-        keys = keys.float().transpose(-1, -2) * self.shape.head_dim**-0.5
-        blocks = zip(q.split(QUERY_BLOCK, dim=2), weights.split(QUERY_BLOCK, dim=2), seen.split(QUERY_BLOCK), strict=True)
-        return torch.cat([self._chosen(*block, keys) for block in blocks], dim=1)[:, None]
+        queries, length = q.shape[2], keys.shape[1]
+        if seen is None:
+            seen = torch.ones(1, 1, queries, length, dtype=torch.bool, device=x.device).tril(length - queries)
+        scaled = keys.float().transpose(-1, -2)[:, None] * self.shape.head_dim**-0.5
+        parts = (q.split(QUERY_BLOCK, dim=2), weights.split(QUERY_BLOCK, dim=2), seen[:, 0].split(QUERY_BLOCK, dim=1))
+        return torch.cat([self._chosen(*block, scaled) for block in zip(*parts, strict=True)], dim=1)[:, None]
 
     def _chosen(self, q: torch.Tensor, weights: torch.Tensor, seen: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """``bool [batch, block, length]`` of one block of queries."""

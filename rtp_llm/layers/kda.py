@@ -7,7 +7,6 @@ of tokens at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 
 from rtp_llm.layers.attention import Step
 from rtp_llm.layers.base import Planned
-from rtp_llm.layers.cache import CacheShape, KVCache
+from rtp_llm.layers.cache import CacheShape
 from rtp_llm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from rtp_llm.parallel.shard import Span, even
 from rtp_llm.plan.pieces import Fill, Piece
@@ -47,67 +46,6 @@ class KDAShape:
     def width(self) -> int:
         """Elements of all heads."""
         return self.heads * self.head_dim
-
-
-@dataclass(frozen=True, slots=True)
-class StateShape:
-    """What one layer keeps of a sequence on this rank: the inputs ``[channels, taps]`` that the next convolution reaches back
-    to, and the float32 state ``[heads, head_dim, head_dim]``."""
-
-    channels: int
-    taps: int
-    heads: int
-    head_dim: int
-
-
-class HybridCache(KVCache):
-    """A KV cache whose layers may keep a state of fixed size.  ``states`` has one shape, or None, for each layer.
-
-    As with keys and values, nothing counts before :meth:`advance`: a pass that fails half-way leaves the states as they were.
-    """
-
-    def __init__(
-        self,
-        layers: Iterable[CacheShape],
-        states: Iterable[StateShape | None],
-        batch: int,
-        max_length: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(layers, batch, max_length, dtype=dtype, device=device)
-        self.inputs: dict[int, torch.Tensor] = {}
-        self.states: dict[int, torch.Tensor] = {}
-        self._next: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for layer, shape in enumerate(states):
-            if shape is not None:
-                self.inputs[layer] = torch.zeros(batch, shape.channels, shape.taps, dtype=dtype, device=device)
-                self.states[layer] = torch.zeros(batch, shape.heads, shape.head_dim, shape.head_dim, dtype=torch.float32, device=device)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the cache occupies."""
-        return super().nbytes + sum(t.nbytes for t in (*self.inputs.values(), *self.states.values()))
-
-    def keep(self, layer: int, inputs: torch.Tensor, state: torch.Tensor) -> None:
-        """Puts aside what ``layer`` keeps after the tokens of this pass."""
-        self._next[layer] = (inputs, state)
-
-    def advance(self, tokens: int) -> None:
-        """Counts ``tokens`` that every layer has written, and takes on the states put aside."""
-        for layer, (inputs, state) in self._next.items():
-            self.inputs[layer].copy_(inputs)
-            self.states[layer].copy_(state)
-        self._next.clear()
-        super().advance(tokens)
-
-    def reset(self) -> None:
-        """Forgets all tokens; the memory stays."""
-        super().reset()
-        self._next.clear()
-        for tensor in (*self.inputs.values(), *self.states.values()):
-            tensor.zero_()
 
 
 def delta_rule(
@@ -152,7 +90,8 @@ def _chunk(
     faded = total.exp()
     wanted = beta[..., None] * (v - (k * faded) @ state)
     overlap = torch.einsum("bhic,bhjc,bhijc->bhij", k, k, between) * beta[..., None]
-    corrections = torch.linalg.solve_triangular(overlap, wanted, upper=False, unitriangular=True)
+    # A token alone corrects nothing but itself, and a decode step is made of such.
+    corrections = wanted if size == 1 else torch.linalg.solve_triangular(overlap, wanted, upper=False, unitriangular=True)
     read = torch.einsum("bhic,bhjc,bhijc->bhij", q, k, between)
     out = (q * faded) @ state + read @ corrections
     last = total[:, :, -1:]
@@ -250,11 +189,14 @@ class KimiDeltaAttention(nn.Module):
     """``x [batch, seq, hidden] -> [batch, seq, hidden]``, split over heads.
 
     Slots under ``{slot}``: ``.q``, ``.k``, ``.v`` and their ``_conv``; ``.f_a``, ``.f_b``, ``.a_log``, ``.dt_bias`` (decay); ``.b`` (how
-    much is corrected); ``.g_a``, ``.g_b``, ``.o_norm`` (output gate); ``.o``.  Nothing of it depends on positions, and with a
-    :class:`HybridCache` the layer keeps a state of fixed size.
+    much is corrected); ``.g_a``, ``.g_b``, ``.o_norm`` (output gate); ``.o``.  Nothing of it depends on positions.
+
+    The cache holds two states of a sequence: the inputs ``[channels, taps]`` that the next convolution reaches back to, and the
+    float32 matrices ``[heads, head_dim, head_dim]``.
     """
 
     window: None = None
+    call: None = None
 
     def __init__(self, slot: str, shape: KDAShape, *, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -282,36 +224,26 @@ class KimiDeltaAttention(nn.Module):
     @property
     def cache_shape(self) -> CacheShape:
         """Nothing for each token."""
-        return CacheShape(0, 0, 0)
-
-    @property
-    def state_shape(self) -> StateShape:
-        """What this layer keeps of a sequence."""
-        return StateShape(3 * self.heads * self.shape.head_dim, self.shape.kernel - 1, self.heads, self.shape.head_dim)
+        inputs = (3 * self.heads * self.shape.head_dim, self.shape.kernel - 1)
+        return CacheShape(states=((inputs, None), ((self.heads, self.shape.head_dim, self.shape.head_dim), torch.float32)))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        cache = step.cache
-        assert cache is None or isinstance(cache, HybridCache), "a cache that this model did not make"
-        before, state = self._kept(x, cache)
+        before, state = self._zeros(x) if step.paged is None else step.paged.cache.kept(self.layer, step.paged.rows)
         mixed, inputs = self.conv(self.qkv(x).transpose(1, 2), before)
         q, k, v = (self._by_head(part.transpose(1, 2)) for part in F.silu(mixed).float().chunk(3, dim=1))
         decay = self.forget(self.f_b(self.f_a(x))).transpose(1, 2)
         beta = torch.sigmoid(self.b(x)).float().transpose(1, 2)
         recalled, state = delta_rule(_unit(q) * self.shape.head_dim**-0.5, _unit(k), v, decay, beta, state)
-        if cache is not None:
-            cache.keep(self.layer, inputs, state)
+        if step.paged is not None:
+            step.paged.cache.keep(self.layer, inputs, state)
         gate = self.g_b(self.g_a(x)).unflatten(-1, (-1, self.shape.head_dim))
         normed = self.o_norm(recalled.transpose(1, 2).to(x.dtype), gate)
         out: torch.Tensor = self.o(normed.to(x.dtype).flatten(2))
         return out
 
-    def _kept(self, x: torch.Tensor, cache: HybridCache | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and state before this pass; zeros without a cache."""
-        if cache is not None:
-            return cache.inputs[self.layer], cache.states[self.layer]
-        shape = self.state_shape
-        inputs = x.new_zeros(len(x), shape.channels, shape.taps)
-        return inputs, x.new_zeros(len(x), shape.heads, shape.head_dim, shape.head_dim, dtype=torch.float32)
+    def _zeros(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The states of sequences that begin."""
+        return [x.new_zeros(len(x), *shape, dtype=dtype) for shape, dtype in self.cache_shape.states]
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
         """``[batch, seq, local width] -> [batch, local heads, seq, head_dim]``."""

@@ -7,19 +7,23 @@ share.  The latent projections are small and whole on every rank; what works on 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
+from rtp_llm.kernels.attention import AttentionUser, LatentCall
+from rtp_llm.kernels.interface import KernelUser
+from rtp_llm.kernels.needs import RotaryNeed
 from rtp_llm.layers.attention import Step
 from rtp_llm.layers.cache import CacheShape
 from rtp_llm.layers.indexer import Indexer, IndexerShape
 from rtp_llm.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from rtp_llm.layers.norm import RMSNorm
-from rtp_llm.layers.rotary import RopeParameters, Rotary, apply_rotary
+from rtp_llm.layers.rotary import RopeParameters
 from rtp_llm.parallel.groups import TensorParallel
+from rtp_llm.parallel.shard import even
 
 #: The norms of the latents have an epsilon of their own in every published model, whatever ``rms_norm_eps`` says.
 LATENT_NORM_EPS = 1e-6
@@ -33,6 +37,7 @@ class MLAShape:
     ``nope_dim``, ``rope_dim``: elements of a query or key head without and with rotation; ``value_dim``: of a value head.
     ``scale``: what scores are multiplied by before the softmax.
     ``interleaved``: rotation turns the pairs ``(2i, 2i + 1)``, not ``(i, i + rope_dim / 2)``.
+    ``rotated``: whether anything is turned at all.
     ``bias``: the latent and the output projections have biases.
     """
 
@@ -45,6 +50,7 @@ class MLAShape:
     value_dim: int
     scale: float
     interleaved: bool = True
+    rotated: bool = True
     bias: bool = False
     indexer: IndexerShape | None = None
 
@@ -68,46 +74,15 @@ def softmax_scale(head_dim: int, rope: RopeParameters | None = None) -> float:
     return scale * temperature * temperature
 
 
-def apply_rotary_interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns the pairs ``(2i, 2i + 1)`` of ``x [..., seq, dim]`` by the tables ``[seq, dim]``.
-
-    The result has the first elements of all pairs, then the second ones: queries and keys are permuted alike, so that
-    scores do not change.
-    """
-    half = cos.shape[-1] // 2
-    cos, sin = cos[..., :half], sin[..., :half]
-    first, second = x[..., 0::2], x[..., 1::2]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-class WideRotary(Rotary):
-    """Tables in float32 whatever the model's dtype, so that the rotation is computed in float32."""
-
-    def tables(self, start: int, stop: int, *, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().tables(start, stop, dtype=torch.float32, device=device)
-
-
-class Unrotated(Rotary):
-    """Tables of no width, for models that turn nothing."""
-
-    def __init__(self) -> None:
-        pass
-
-    def tables(self, start: int, stop: int, *, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[stop - start, 0]``, twice."""
-        empty = torch.empty(stop - start, 0, dtype=dtype, device=device)
-        return empty, empty
-
-
-class MultiHeadLatentAttention(nn.Module):
+class MultiHeadLatentAttention(KernelUser, AttentionUser):
     """``x [batch, seq, hidden] -> [batch, seq, hidden]``.
 
     Slots: ``{slot}.q_a``, ``.q_a_norm`` and ``.q_b``, or ``.q`` without a latent of queries; ``.kv_a`` (latent and shared
     key, ``[kv_lora_rank + rope_dim, hidden]``), ``.kv_a_norm``, ``.kv_b`` (a head's key without rotation, then its value),
     ``.o``; the indexer's under ``{slot}.index``.
 
-    The cache holds latents and shared keys side by side as the key of one head, and the indexer's keys, if any, as its
-    value: the same on every rank, and a fraction of what keys and values of all heads would take.
+    The cache holds latents, shared keys and the indexer's keys, if any: the same on every rank, and a fraction of what keys and
+    values of all heads would take.
     """
 
     window: None = None
@@ -135,37 +110,50 @@ class MultiHeadLatentAttention(nn.Module):
         if shape.indexer is not None and rank is not None:
             self.indexer = Indexer(f"{slot}.index", shape.indexer, shape.hidden_size, rank, dtype=dtype)
 
+        heads = even(shape.heads, tp.size, tp.rank)
+        self.call = LatentCall(heads[1] - heads[0], latent, shape.rope_dim, shape.scale, dtype)
+
+    def kernel_needs(self) -> Iterator[RotaryNeed]:
+        if self.shape.rotated:
+            yield RotaryNeed("rotate", self.call.dtype, self.shape.rope_dim, self.shape.rope_dim, self.shape.interleaved)
+
     @property
     def cache_shape(self) -> CacheShape:
         """What this layer keeps of each token."""
         indexer = self.shape.indexer
-        return CacheShape(1, self.shape.kv_lora_rank + self.shape.rope_dim, 0 if indexer is None else indexer.head_dim)
+        index = () if indexer is None else ((indexer.head_dim,),)
+        return CacheShape(((self.shape.kv_lora_rank,), (self.shape.rope_dim,), *index))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         shape = self.shape
         source = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
-        q = self.q(source).unflatten(-1, (-1, shape.head_dim)).transpose(1, 2)
-        latent, shared = self.kv_a(x).split((shape.kv_lora_rank, shape.rope_dim), dim=-1)
+        q = self.q(source).flatten(0, 1).unflatten(-1, (-1, shape.head_dim))
+        latent, shared = self.kv_a(x).flatten(0, 1).split((shape.kv_lora_rank, shape.rope_dim), dim=-1)
         if step.rotary is not None:
-            turn = apply_rotary_interleaved if shape.interleaved else apply_rotary
-            shared = turn(shared, *step.rotary).to(x.dtype)
-            q = torch.cat((q[..., : shape.nope_dim], turn(q[..., shape.nope_dim :], *step.rotary).to(x.dtype)), dim=-1)
-        kept = torch.cat((self.kv_a_norm(latent), shared), dim=-1)[:, None]
-        index_keys = kept[..., :0] if self.indexer is None else self.indexer.keys(x, step.rotary)
-        if step.cache is not None:
-            kept, index_keys = step.cache.update(self.layer, kept, index_keys)
-        mask, causal = step.masks[self.window].tensor, step.masks[self.window].causal
-        if self.indexer is not None and kept.shape[2] > self.indexer.top_k:
-            mask, causal = self.indexer.select(x, source, step.rotary, index_keys), False
-        k, v = self._expanded(kept)
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=shape.scale)
+            turned, shared = self.kernels.rotate(q[..., shape.nope_dim :], shared[:, None], *step.rotary, shape.interleaved)
+            q, shared = torch.cat((q[..., : shape.nope_dim], turned), dim=-1), shared[:, 0]
+        kept = [self.kv_a_norm(latent), shared]
+        if self.indexer is not None:
+            kept.append(self.indexer.keys(x, step.rotary))
+        batch, seq = x.shape[:2]
+        if step.paged is None:
+            mask, causal = step.masks[self.window].tensor, step.masks[self.window].causal
+            kept = [part.unflatten(0, (batch, seq)) for part in kept]
+        else:
+            plan = step.paged.plans[self.call]
+            mask, causal = plan.mask, plan.causal
+            kept = [plan.gather(pages) for pages in step.paged.cache.write(self.layer, step.paged.rows, *kept)]
+        if self.indexer is not None and kept[0].shape[1] > self.indexer.top_k:
+            mask, causal = self.indexer.select(x, source, step.rotary, kept[2], None if step.paged is None else plan.mask), False
+        k, v = self._expanded(kept[0], kept[1])
+        by_row = q.unflatten(0, (batch, seq)).transpose(1, 2)
+        seen = F.scaled_dot_product_attention(by_row, k, v, attn_mask=mask, is_causal=causal, scale=shape.scale)
         out: torch.Tensor = self.o(seen.transpose(1, 2).flatten(2))
         return out
 
-    def _expanded(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys ``[batch, local heads, length, head_dim]`` and values ``[..., value_dim]`` of what the cache keeps."""
+    def _expanded(self, latent: torch.Tensor, shared: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys ``[batch, local heads, length, head_dim]`` and values ``[..., value_dim]`` of what is kept, ``[batch, length, ...]``."""
         shape = self.shape
-        latent, shared = kept.split((shape.kv_lora_rank, shape.rope_dim), dim=-1)
-        both = self.kv_b(latent[:, 0]).unflatten(-1, (-1, shape.nope_dim + shape.value_dim)).transpose(1, 2)
+        both = self.kv_b(latent).unflatten(-1, (-1, shape.nope_dim + shape.value_dim)).transpose(1, 2)
         own, v = both.split((shape.nope_dim, shape.value_dim), dim=-1)
-        return torch.cat((own, shared.expand(-1, own.shape[1], -1, -1)), dim=-1), v
+        return torch.cat((own, shared[:, None].expand(-1, own.shape[1], -1, -1)), dim=-1), v

@@ -8,7 +8,7 @@ float64 or on-device computation gives other last bits, which long positions mak
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -172,37 +172,48 @@ class Rotary:
 
     For the kinds that depend on the sequence's length, that is the length at the time of the call: keys already in a
     cache keep the rotation that they were written with, as in transformers.
+    ``wide``: tables in float32 whatever is asked for, so that the rotation is computed in float32.
     """
 
-    def __init__(self, parameters: RopeParameters) -> None:
+    def __init__(self, parameters: RopeParameters, *, wide: bool = False) -> None:
         self.parameters = parameters
+        self.wide = wide
         self._kind = ROPE_KINDS[parameters.rope_type]
-        self._last: tuple[tuple[int, torch.device], torch.Tensor, float] | None = None
+        self._known: dict[tuple[int, torch.device], tuple[torch.Tensor, float]] = {}
 
-    def _frequencies(self, length: int, device: torch.device) -> tuple[torch.Tensor, float]:
-        # One entry is enough: a decode loop asks for the same frequencies at (almost) every step.
-        length = _effective_length(self.parameters, length)
-        key = (length, device)
-        if self._last is None or self._last[0] != key:
-            inverse, scale = self._kind.frequencies(self.parameters, length)
-            self._last = (key, inverse.to(device), scale)
-        return self._last[1], self._last[2]
+    def _frequencies(self, lengths: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """Inverse frequencies ``[dim / 2]`` and their factor, where they are the same for all lengths; else ``[lengths, 1, dim / 2]``
+        and ``[lengths, 1, 1]``."""
+        keys = [(_effective_length(self.parameters, length), device) for length in lengths]
+        for key in set(keys) - self._known.keys():
+            inverse, scale = self._kind.frequencies(self.parameters, key[0])
+            self._known[key] = inverse.to(device), scale
+        # Those of this call are enough: a decode loop asks for the same ones at (almost) every step.
+        self._known = {key: self._known[key] for key in keys}
+        if len(self._known) == 1:
+            return self._known[keys[0]]
+        each = [self._known[key] for key in keys]
+        return torch.stack([inverse for inverse, _ in each])[:, None], torch.tensor([scale for _, scale in each], device=device)[
+            :, None, None
+        ]
 
-    def tables(self, start: int, stop: int, *, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine ``[stop - start, dim]`` of the positions ``start`` to ``stop``, in ``dtype``."""
-        inverse, scale = self._frequencies(stop, device)
-        angles = torch.arange(start, stop, device=device).float()[:, None] * inverse
-        angles = torch.cat((angles, angles), dim=-1)
-        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+    def at(self, positions: torch.Tensor, lengths: Sequence[int], *, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Cosine and sine ``[rows * tokens, dim]`` of ``positions [rows, tokens]``, whose sequences have ``lengths`` tokens, one a row."""
+        inverse, scale = self._frequencies(lengths, positions.device)
+        angles = (positions.float()[..., None] * inverse).repeat(1, 1, 2)
+        dtype = torch.float32 if self.wide else dtype
+        return (angles.cos() * scale).to(dtype).flatten(0, 1), (angles.sin() * scale).to(dtype).flatten(0, 1)
+
+    def tables(self, start: int, stop: int, *, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Cosine and sine ``[stop - start, dim]`` of the positions ``start`` to ``stop`` of a sequence that ends there."""
+        return self.at(torch.arange(start, stop, device=device)[None], (stop,), dtype=dtype)
 
 
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns ``x [..., seq, head_dim]`` by the tables ``[seq, dim]``; elements beyond ``dim`` pass unchanged.
+class Unrotated(Rotary):
+    """No tables, for models that turn nothing."""
 
-    The pairs are ``(i, i + dim/2)``, as Hugging Face stores heads.
-    """
-    dim = cos.shape[-1]
-    turned, rest = x[..., :dim], x[..., dim:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    def __init__(self) -> None:
+        pass
+
+    def at(self, positions: torch.Tensor, lengths: Sequence[int], *, dtype: torch.dtype) -> None:
+        return None

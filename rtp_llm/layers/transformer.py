@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from rtp_llm.kernels.attention import Call
 from rtp_llm.kernels.interface import KernelUser
 from rtp_llm.kernels.needs import Need
-from rtp_llm.layers.attention import Step, causal_mask
-from rtp_llm.layers.cache import KVCache
+from rtp_llm.kernels.paging import HostRows, PagedRows
+from rtp_llm.layers.attention import Paged, Step, causal_mask
+from rtp_llm.layers.cache import CacheShape, CacheSize, PagedCache
 from rtp_llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding, check_batch, check_ids
 from rtp_llm.layers.norm import RMSNorm
 from rtp_llm.layers.rotary import Rotary
@@ -20,7 +22,7 @@ from rtp_llm.layers.rotary import Rotary
 class DecoderLayer(KernelUser):
     """``x + attn(norm(x))``, then ``x + mlp(norm(x))``.
 
-    ``attn(x, step)`` has the attributes ``window`` and ``cache_shape``; ``mlp(x)`` is anything that keeps the shape.
+    ``attn(x, step)`` has the attributes ``window``, ``cache_shape`` and ``call``; ``mlp(x)`` is anything that keeps the shape.
     """
 
     def __init__(self, attn: nn.Module, mlp: nn.Module, input_norm: RMSNorm, post_attention_norm: RMSNorm) -> None:
@@ -53,46 +55,92 @@ class CausalLM(nn.Module):
         super().__init__()
         self.embed = embed
         self.layers = nn.ModuleList(layers)
-        self._cache_shapes = tuple(layer.attn.cache_shape for layer in layers)
         self.norm = norm
         self.lm_head = lm_head
         self.rotary = rotary
+        self._layers = tuple(layers)
         self.windows = frozenset(layer.attn.window for layer in layers)
 
-    def new_cache(self, batch: int, max_length: int) -> KVCache:
-        """An empty cache for ``batch`` sequences of up to ``max_length`` tokens, on the model's device."""
-        weight = self.embed.weight
-        return KVCache(self._cache_shapes, batch, max_length, dtype=weight.dtype, device=weight.device)
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of hidden states, logits and caches."""
+        return self.embed.weight.dtype
 
-    def hidden_states(self, input_ids: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
-        """``input_ids [batch, seq]`` to the normalised last hidden state ``[batch, seq, hidden]``; arguments as for the call itself."""
-        check_batch("input_ids", input_ids)
-        if not input_ids.is_cuda:
-            # On CUDA the look would stop the stream at every token, and cannot be captured in a graph.
-            check_ids("input_ids", input_ids, self.embed.vocab_size)
-        batch, tokens = input_ids.shape
-        if cache is not None:
-            cache.check(batch, tokens)
-        past = 0 if cache is None else cache.length
+    @property
+    def cache_shapes(self) -> tuple[CacheShape, ...]:
+        """What each layer keeps on this rank."""
+        return tuple(layer.attn.cache_shape for layer in self._layers)
+
+    def new_cache(self, batch: int, max_length: int) -> PagedCache:
+        """A cache for ``batch`` sequences of up to ``max_length`` tokens, all there and empty, on the model's device."""
+        cache = self.cache_of(CacheSize.equal(batch, max_length))
+        for _ in range(batch):
+            cache.take()
+        return cache
+
+    def cache_of(self, size: CacheSize) -> PagedCache:
+        """A cache of no sequences yet, on the model's device."""
+        return PagedCache(self.cache_shapes, size, dtype=self.dtype, device=self.embed.weight.device)
+
+    def step(self, rows: PagedRows, cache: PagedCache) -> Step:
+        """What all layers share in a pass with a cache; nothing of it depends on what the pass computes."""
+        plans = {call: backend.plan(call, rows) for call, backend in self._calls().items()}
+        return Step(self.rotary.at(rows.positions, rows.host.lengths, dtype=self.dtype), paged=Paged(cache, rows, plans))
+
+    def renew(self, step: Step, host: HostRows) -> Step:
+        """Makes the step of fixed rows that of a later pass, in the tensors that it has."""
+        assert step.paged is not None
+        rows = step.paged.rows.refilled(host)
+        for call, backend in self._calls().items():
+            backend.renew(step.paged.plans[call], call, rows)
+        later = self.rotary.at(rows.positions, host.lengths, dtype=self.dtype)
+        if step.rotary is not None and later is not None:
+            for table, fresh in zip(step.rotary, later, strict=True):
+                table.copy_(fresh)
+        return Step(step.rotary, paged=Paged(step.paged.cache, rows, step.paged.plans))
+
+    def _calls(self) -> dict[Call, Any]:
+        """The kinds of attention that there are, each with its back end."""
+        return {layer.attn.call: layer.attn.attention for layer in self._layers if layer.attn.call is not None}
+
+    def _whole(self, batch: int, tokens: int, device: torch.device) -> Step:
+        """A pass without a cache."""
+        tables = self.rotary.tables(0, tokens, dtype=self.dtype, device=device)
+        rotary = None if tables is None else (tables[0].repeat(batch, 1), tables[1].repeat(batch, 1))
+        return Step(rotary, {window: causal_mask(tokens, window, device) for window in self.windows})
+
+    def compute(self, input_ids: torch.Tensor, step: Step, *, last: bool = False) -> torch.Tensor:
+        """Logits ``[batch, seq, vocab_size]``, or ``[batch, 1, vocab_size]`` of the ``last`` token alone.  Looks at nothing on the host."""
         x: torch.Tensor = self.embed(input_ids)
-        tables = self.rotary.tables(past, past + tokens, dtype=x.dtype, device=x.device)
-        masks = {window: causal_mask(tokens, past, window, x.device) for window in self.windows}
-        step = Step(masks, tables, cache)
         for layer in self.layers:
             x = layer(x, step)
-        if cache is not None:
-            cache.advance(tokens)
-        normed: torch.Tensor = self.norm(x)
-        return normed
+        x = self.norm(x[:, -1:] if last else x)
+        head = self.embed if self.lm_head is None else self.lm_head
+        logits = head.logits(x)
+        if step.paged is not None:
+            step.paged.cache.settle(step.paged.rows)
+        return logits
 
-    def forward(self, input_ids: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, cache: PagedCache | None = None, slots: Sequence[int] | None = None, *, last: bool = False
+    ) -> torch.Tensor:
         """``input_ids [batch, seq]`` (int64) to logits ``[batch, seq, vocab_size]``, the same on all ranks.
 
-        With a ``cache`` the ids continue what it holds, and are added to it.
+        With a ``cache`` the ids continue what it holds of the sequences in ``slots``, one a row (None: of all that it holds), and
+        are added to it.  Sequences may be of different lengths.  ``last``: logits of the last token only, ``[batch, 1, ...]``.
 
         Raises:
             ForwardError: ids of another form or outside the vocabulary (looked at on the CPU only), or a cache of another
                 batch size or without room.
         """
-        head = self.embed if self.lm_head is None else self.lm_head
-        return head.logits(self.hidden_states(input_ids, cache))
+        check_batch("input_ids", input_ids)
+        if not input_ids.is_cuda:
+            # On CUDA the look would stop the stream at every token.
+            check_ids("input_ids", input_ids, self.embed.vocab_size)
+        batch, tokens = input_ids.shape
+        if cache is None:
+            return self.compute(input_ids, self._whole(batch, tokens, input_ids.device), last=last)
+        host = cache.begin(batch, tokens, slots)
+        logits = self.compute(input_ids, self.step(PagedRows.of(host, input_ids.device), cache), last=last)
+        cache.advance(host)
+        return logits

@@ -62,6 +62,7 @@ class DecoderConfig:
             qkv_bias=self.qkv_bias,
             output_bias=self.output_bias,
             norm_eps=self.norm_eps if self.head_norms else None,
+            rotary_dim=self.rope.dim,
         )
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from rtp_llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from rtp_llm.layers.mla import MLAShape, MultiHeadLatentAttention, Unrotated, WideRotary
+from rtp_llm.layers.mla import MLAShape, MultiHeadLatentAttention
 from rtp_llm.layers.mlp import GatedMLP
 from rtp_llm.layers.norm import RMSNorm
-from rtp_llm.layers.rotary import Rotary
+from rtp_llm.layers.rotary import Rotary, Unrotated
 from rtp_llm.layers.transformer import CausalLM, DecoderLayer
 from rtp_llm.models.latent_config import LatentConfig
 from rtp_llm.models.moe import MoENames, moe_block, mtp_skip, with_moe
@@ -107,7 +107,6 @@ def build_latent(
     dtype: torch.dtype,
     *,
     attention: Callable[[int], nn.Module] | None = None,
-    model: type[CausalLM] = CausalLM,
 ) -> CausalLM:
     """The model of one rank, on the meta device.  ``attention`` makes the block of a layer, given its number, for families
     that have others beside latent attention."""
@@ -129,10 +128,10 @@ def build_latent(
     ]
     embed = VocabParallelEmbedding("embed", sizes.vocab_size, sizes.hidden_size, tp=tp, dtype=dtype)
     head = None if config.tied else ParallelLMHead("lm_head", sizes.vocab_size, sizes.hidden_size, tp=tp, dtype=dtype)
-    return model(embed, layers, norm("norm"), head, _rotary(config))
+    return CausalLM(embed, layers, norm("norm"), head, _rotary(config))
 
 
 def _rotary(config: LatentConfig) -> Rotary:
     if config.sizes.rope is None:
         return Unrotated()
-    return WideRotary(config.sizes.rope) if config.wide_rotary else Rotary(config.sizes.rope)
+    return Rotary(config.sizes.rope, wide=config.wide_rotary)

@@ -89,6 +89,7 @@ def read_latent(
         value_dim=value,
         scale=softmax_scale(nope + turned, rope),
         interleaved=interleaved,
+        rotated=rotated,
         bias=reader.boolean("attention_bias", False),
         indexer=indexer,
     )

@@ -45,7 +45,7 @@ def test_the_best_tokens_are_chosen(tokens: int) -> None:
     of queries as in one."""
     made = indexer(16, 10, 6, 24, 12)
     x, latent = normal(2, tokens, 24), normal(2, tokens, 12)
-    mask = made.select(x, latent, None, made.keys(x, None))
+    mask = made.select(x, latent, None, made.keys(x, None).unflatten(0, x.shape[:2]))
     assert mask.shape == (2, 1, tokens, tokens)
     assert torch.equal(mask[:, 0], defined(made, x, latent))
     assert torch.equal(mask.sum(-1)[0, 0], torch.arange(1, tokens + 1).clamp(max=6))
@@ -55,5 +55,5 @@ def test_a_later_query_chooses_among_all_keys() -> None:
     """With a cache the queries are the last of the keys."""
     made = indexer(16, 10, 6, 24, 12)
     x, latent = normal(1, 20, 24), normal(1, 20, 12)
-    whole = made.select(x, latent, None, made.keys(x, None))
-    assert torch.equal(made.select(x[:, 17:], latent[:, 17:], None, made.keys(x, None)), whole[:, :, 17:])
+    whole = made.select(x, latent, None, made.keys(x, None).unflatten(0, x.shape[:2]))
+    assert torch.equal(made.select(x[:, 17:], latent[:, 17:], None, made.keys(x, None).unflatten(0, x.shape[:2])), whole[:, :, 17:])

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rtp_llm.layers.cache import CacheShape
-from rtp_llm.layers.kda import CHUNK, ForgetGate, HybridCache, KDAShape, ShortConvolution, StateShape, delta_rule
+from rtp_llm.layers.kda import CHUNK, ForgetGate, KDAShape, ShortConvolution, delta_rule
 
 
 def recurrence(
@@ -98,17 +97,3 @@ def test_decays_never_grow() -> None:
     decay = gate(torch.tensor([-1e4, -1.0, 0.0, 1.0, 1e4, 60.0, 20.0, 3.0], dtype=torch.bfloat16).view(1, 1, 8))
     assert decay.shape == (1, 1, 2, 4) and decay.dtype == torch.float32
     assert decay.isfinite().all() and (decay <= 0).all()
-
-
-def test_a_pass_that_fails_leaves_the_states() -> None:
-    """States put aside count when the pass is done, and not before; ``reset`` forgets them."""
-    cache = HybridCache([CacheShape(0, 0, 0)], [StateShape(6, 3, 2, 4)], 1, 8, dtype=torch.float32, device="cpu")
-    assert cache.nbytes == (6 * 3 + 2 * 4 * 4) * 4
-    cache.keep(0, torch.ones(1, 6, 3), torch.ones(1, 2, 4, 4))
-    assert not cache.states[0].any() and not cache.inputs[0].any()
-    cache.advance(2)
-    assert cache.length == 2 and cache.states[0].all() and cache.inputs[0].all()
-    cache.keep(0, torch.zeros(1, 6, 3), torch.zeros(1, 2, 4, 4))
-    cache.reset()
-    cache.advance(1)
-    assert cache.length == 1 and not cache.states[0].any() and not cache.inputs[0].any()

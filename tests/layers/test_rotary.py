@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from rtp_llm.layers.rotary import ROPE_KINDS, RopeParameters, Rotary, apply_rotary
+from rtp_llm.kernels.torch_kernels import apply_rotary
+from rtp_llm.layers.rotary import ROPE_KINDS, RopeParameters, Rotary
 
 PLAIN = RopeParameters("default", 10_000.0, dim=64, max_position_embeddings=4096, original_max_position_embeddings=512)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
-from rtp_llm.layers.kda import HybridCache, KimiDeltaAttention
+from rtp_llm.layers.kda import KimiDeltaAttention
 from rtp_llm.layers.mla import MultiHeadLatentAttention
 from rtp_llm.layers.transformer import CausalLM
 from rtp_llm.models.kimi_linear.config import KimiConfig
@@ -15,18 +13,6 @@ from rtp_llm.models.latent import build_latent, latent_conditions
 from rtp_llm.parallel.experts import ExpertLayers
 from rtp_llm.parallel.groups import Groups
 from rtp_llm.parallel.shard import Divides
-
-
-class KimiLinear(CausalLM):
-    """A causal language model some of whose layers keep a state instead of keys and values."""
-
-    def new_cache(self, batch: int, max_length: int) -> HybridCache:
-        """An empty cache for ``batch`` sequences of up to ``max_length`` tokens, on the model's device."""
-        attentions: list[Any] = [layer.attn for layer in self.layers]
-        states = [attn.state_shape if isinstance(attn, KimiDeltaAttention) else None for attn in attentions]
-        weight = self.embed.weight
-        shapes = [attn.cache_shape for attn in attentions]
-        return HybridCache(shapes, states, batch, max_length, dtype=weight.dtype, device=weight.device)
 
 
 def conditions(config: KimiConfig) -> tuple[Divides, ...]:
@@ -48,4 +34,4 @@ def build(config: KimiConfig, groups: Groups, dtype: torch.dtype) -> CausalLM:
             return KimiDeltaAttention(slot, config.kda, layer=layer, tp=tp, dtype=dtype)
         return MultiHeadLatentAttention(slot, config.latent.sizes.attention, layer=layer, tp=tp, dtype=dtype)
 
-    return build_latent(config.latent, groups, dtype, attention=attention, model=KimiLinear)
+    return build_latent(config.latent, groups, dtype, attention=attention)

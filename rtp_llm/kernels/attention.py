@@ -1,0 +1,151 @@
+"""Attention over pages: what a back end offers, and the one in plain torch.
+
+A *call* is what all layers of one kind ask for; a *plan* is what a back end works out once a pass for one call, and every
+such layer then uses.  Keys and values are already in their pages when :meth:`AttentionKernels.attend` is called.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from rtp_llm.kernels.paging import PAGE_SIZE, PagedRows
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """Attention of ``heads`` query heads over ``kv_heads`` key and value heads of ``head_dim`` elements.
+
+    ``window``: how many tokens a token sees, itself included; None for all.  Scores are multiplied by ``head_dim ** -0.5``.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentCall:
+    """Latent attention (DeepSeek-V2, 2024, arXiv:2405.04434): keys of ``latent_dim`` elements, which are the values too, and
+    of ``rope_dim`` more, the same for all ``heads``; scores are multiplied by ``scale``."""
+
+    heads: int
+    latent_dim: int
+    rope_dim: int
+    scale: float
+    dtype: torch.dtype
+    window: None = None
+
+
+Call = AttentionCall | LatentCall
+
+
+class AttentionKernels(Protocol):
+    """Attention over pages ``[pages, PAGE_SIZE, ...]``, for calls of one kind."""
+
+    def plan(self, call: Call, rows: PagedRows) -> Any:
+        """What the layers of one pass share.  Outside of any CUDA graph."""
+
+    def renew(self, plan: Any, call: Call, rows: PagedRows) -> None:
+        """Makes the plan of fixed rows that of a later pass, in the tensors that it has."""
+
+    def attend(self, plan: Any, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Tensor:
+        """``q [tokens, heads, head_dim]`` of all rows, one behind the other, to ``[tokens, heads, head_dim]``; pages are ``[pages,
+        PAGE_SIZE, kv_heads, head_dim]``."""
+
+
+class LatentKernels(Protocol):
+    """Latent attention over pages, with what expands latents absorbed in queries and outputs."""
+
+    def plan(self, call: Call, rows: PagedRows) -> Any:
+        """As for :class:`AttentionKernels`."""
+
+    def renew(self, plan: Any, call: Call, rows: PagedRows) -> None:
+        """As for :class:`AttentionKernels`."""
+
+    def attend_latent(
+        self, plan: Any, q_latent: torch.Tensor, q_rope: torch.Tensor, latent_pages: torch.Tensor, rope_pages: torch.Tensor
+    ) -> torch.Tensor:
+        """``q_latent [tokens, heads, latent_dim]`` and ``q_rope [tokens, heads, rope_dim]`` to ``[tokens, heads, latent_dim]``; pages
+        are ``[pages, PAGE_SIZE, latent_dim]`` and ``[pages, PAGE_SIZE, rope_dim]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPlan:
+    """``index [rows, keys]``: the places of each row's tokens, in order.  Behind a row's last token stands the place of its
+    first one, so that what lies in unused places, NaN or worse, is never looked at.
+
+    ``mask [rows, 1, tokens, keys]`` says who is seen; None where ``causal`` alone, or nothing, has to be said.
+    """
+
+    index: torch.Tensor
+    mask: torch.Tensor | None
+    causal: bool
+    scale: float
+
+    def gather(self, pages: torch.Tensor) -> torch.Tensor:
+        """``pages [pages, PAGE_SIZE, ...]`` to each row's tokens, ``[rows, keys, ...]``."""
+        return pages.flatten(0, 1)[self.index]
+
+    def sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """``q [tokens, heads, dim]``, ``k`` and ``v [rows, keys, kv_heads, dim]`` to ``[tokens, heads, dim of v]``."""
+        by_row = q.unflatten(0, (len(self.index), -1)).transpose(1, 2)
+        shared = q.shape[1] != k.shape[2]
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        out = F.scaled_dot_product_attention(by_row, k, v, attn_mask=self.mask, is_causal=self.causal, enable_gqa=shared, scale=self.scale)
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+class TorchAttention:
+    """Gathers each row's pages and leaves the rest to torch's scaled dot product attention: on every device, in every dtype."""
+
+    def plan(self, call: Call, rows: PagedRows) -> TorchPlan:
+        """Pages of other rows and unused places are never read."""
+        window, host = call.window, rows.host
+        position = torch.arange(rows.keys, device=rows.tables.device)
+        index = rows.tables[:, position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+        index = torch.where(position < rows.lengths[:, None], index, index[:, :1])
+        scale = call.scale if isinstance(call, LatentCall) else call.head_dim**-0.5
+        open_window = window is None or window >= rows.keys
+        if not rows.fixed and open_window and set(host.lengths) == {host.tokens}:
+            return TorchPlan(index, None, host.tokens > 1, scale)
+        if not rows.fixed and open_window and host.tokens == 1 and len(set(host.lengths)) == 1:
+            return TorchPlan(index, None, False, scale)
+        query = rows.positions[..., None]
+        seen = position <= query
+        if window is not None:
+            seen &= position > query - window
+        return TorchPlan(index, seen[:, None], False, scale)
+
+    def renew(self, plan: TorchPlan, call: Call, rows: PagedRows) -> None:
+        """Writes every element of index and mask anew."""
+        later = self.plan(call, rows)
+        assert plan.mask is not None and later.mask is not None, "a plan of rows that are not fixed"
+        plan.index.copy_(later.index)
+        plan.mask.copy_(later.mask)
+
+    def attend(self, plan: TorchPlan, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Tensor:
+        return plan.sdpa(q, plan.gather(k_pages), plan.gather(v_pages))
+
+    def attend_latent(
+        self, plan: TorchPlan, q_latent: torch.Tensor, q_rope: torch.Tensor, latent_pages: torch.Tensor, rope_pages: torch.Tensor
+    ) -> torch.Tensor:
+        latent = plan.gather(latent_pages)
+        keys = torch.cat((latent, plan.gather(rope_pages)), dim=-1)
+        return plan.sdpa(torch.cat((q_latent, q_rope), dim=-1), keys[:, :, None], latent[:, :, None])
+
+
+#: What layers use until another choice is bound to them.
+TORCH_ATTENTION = TorchAttention()
+
+
+class AttentionUser(nn.Module):
+    """A layer that attends over pages; ``attention`` is torch's until another back end is bound."""
+
+    attention: Any = TORCH_ATTENTION

@@ -1,0 +1,174 @@
+"""The paged cache's books: pages and slots are handed out, counted when a pass is done, and given back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rtp_llm.kernels.paging import PAGE_SIZE, SAFE_PAGE, PagedRows
+from rtp_llm.layers.cache import CacheShape, CacheSize, PagedCache
+from rtp_llm.layers.faults import ForwardError
+
+F32 = torch.float32
+CPU = torch.device("cpu")
+KEYS = CacheShape(((2, 4), (2, 4)))
+LATENTS = CacheShape(((6,), (2,), (3,)))
+STATES = CacheShape(states=(((6, 3), None), ((2, 4, 4), F32)))
+
+
+def cache(slots: int = 3, pages: int = 8, max_length: int = 64, layers: tuple[CacheShape, ...] = (KEYS, LATENTS)) -> PagedCache:
+    return PagedCache(layers, CacheSize(slots, pages, max_length), dtype=F32, device="cpu")
+
+
+def add(made: PagedCache, slots: list[int], tokens: int) -> None:
+    """A pass of which nothing is computed."""
+    made.advance(made.begin(len(slots), tokens, slots))
+
+
+def test_bytes_are_those_of_the_tensors() -> None:
+    """What a size says that a cache will take is what it takes, the safe page and the spare states included."""
+    layers = (KEYS, LATENTS, STATES)
+    made = cache(layers=layers)
+    page = PAGE_SIZE * 4
+    assert made.nbytes == 9 * page * (16 + 11) + 4 * (18 + 32) * 4 == made.size.nbytes(layers, F32)
+    half = PagedCache(layers, made.size, dtype=torch.bfloat16, device="cpu")
+    assert half.nbytes == 9 * page // 2 * 27 + 4 * (18 * 2 + 32 * 4) == half.size.nbytes(layers, torch.bfloat16)
+
+
+def test_a_pass_counts_when_it_is_done() -> None:
+    """Lengths and free pages move with ``advance``; one that never comes changes nothing, and what was written is written over."""
+    made = cache()
+    first, second = made.take(), made.take()
+    add(made, [first], 20)
+    before = made.free_pages, made.lengths([first, second])
+    rows = PagedRows.of(made.begin(2, 13, [first, second]), CPU)
+    made.write(0, rows, torch.ones(26, 2, 4), torch.ones(26, 2, 4))
+    made.keep(0, torch.ones(1))
+    assert (made.free_pages, made.lengths([first, second])) == before == (6, [20, 0])
+    host = made.begin(1, 13, [second])
+    made.advance(host)
+    assert made.free_pages == 5 and made.lengths([first, second]) == [20, 13]
+    with pytest.raises(AssertionError, match="not begun"):
+        made.advance(host)
+
+
+def test_tokens_lie_where_the_tables_say() -> None:
+    """The token at position ``p`` of a sequence lies at ``p % PAGE_SIZE`` of page ``p // PAGE_SIZE`` of its table."""
+    made = cache()
+    slots = [made.take(), made.take()]
+    add(made, slots[1:], 15)
+    host = made.begin(2, 3, slots)
+    rows = PagedRows.of(host, CPU)
+    values = torch.arange(6.0)[:, None, None].expand(6, 2, 4)
+    pages, _ = made.write(0, rows, values, values)
+    assert rows.positions.tolist() == [[0, 1, 2], [15, 16, 17]] and rows.lengths.tolist() == [3, 18] and rows.keys == 18
+    for row, (tokens, past) in enumerate(((3, 0), (3, 15))):
+        for t in range(tokens):
+            page = host.tables[row, (past + t) // PAGE_SIZE]
+            assert page != SAFE_PAGE
+            assert pages[page, (past + t) % PAGE_SIZE, 0, 0] == row * 3 + t
+    assert not pages[SAFE_PAGE].any()
+
+
+@pytest.mark.parametrize(
+    ("slots", "tokens", "word"),
+    [([0], 65, "at most 64 more"), ([0, 1], 40, "NO_PAGES.*3 free pages.*2 of 6"), ([0, 0], 1, "each once"), ([2], 1, "no sequences")],
+)
+def test_what_does_not_fit_is_refused_before_it_begins(slots: list[int], tokens: int, word: str) -> None:
+    """More tokens than a sequence may have, than there are pages for, and slots that are none: the cache is as it was."""
+    made = cache(pages=6)
+    made.take()
+    made.take(64)
+    with pytest.raises(ForwardError, match=word):
+        made.begin(len(slots), tokens, slots)
+    add(made, [0, 1], 10)
+    assert made.lengths([0, 1]) == [10, 10] and made.free_pages == 1
+
+
+def test_slots_and_promised_pages() -> None:
+    """A sequence that asked for its pages has them whatever others do; a slot more than there are, and pages more, are refused."""
+    made = cache(slots=2, pages=4)
+    one = made.take(40)
+    assert made.free_pages == 1
+    with pytest.raises(ForwardError, match="NO_PAGES"):
+        made.take(17)
+    two = made.take(16)
+    with pytest.raises(ForwardError, match="NO_SLOT"):
+        made.take()
+    with pytest.raises(ForwardError, match="NO_PAGES"):
+        made.begin(1, 17, [two])
+    add(made, [one], 40)
+    made.release(one)
+    assert (made.free_pages, made.free_slots) == (3, 1)
+    with pytest.raises(ForwardError, match="at most 64"):
+        made.take(65)
+
+
+def test_states_count_when_they_are_settled_and_begin_at_zero() -> None:
+    """What a layer keeps is taken on at the end, for its own rows alone; whoever takes a slot next starts from nothing."""
+    made = cache(layers=(STATES,))
+    slots = [made.take(), made.take()]
+    rows = PagedRows.of(made.begin(1, 2, slots[1:]), CPU)
+    made.keep(0, torch.ones(1, 6, 3), torch.ones(1, 2, 4, 4))
+    assert not any(state.any() for state in made.states[0])
+    made.settle(rows)
+    made.advance(rows.host)
+    assert [state[1].all().item() and not state[0].any().item() for state in made.states[0]] == [True, True]
+    # A pass that failed had put something aside.
+    made.begin(1, 1, slots[:1])
+    made.keep(0, torch.ones(1, 6, 3), torch.ones(1, 2, 4, 4))
+    rows = PagedRows.of(made.begin(1, 1, slots[:1]), CPU)
+    made.settle(rows)
+    assert not any(state[0].any() for state in made.states[0])
+    made.release(slots[1])
+    assert made.take() == slots[1] and not any(state.any() for state in made.states[0])
+
+
+def test_reset_forgets_tokens_and_keeps_slots() -> None:
+    """The cache is again as ``new_cache`` made it."""
+    made = cache()
+    slots = [made.take(), made.take()]
+    add(made, slots, 30)
+    assert made.length == 30
+    made.reset()
+    assert made.length == 0 and made.free_pages == 8 and made.free_slots == 1
+    add(made, slots, 5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["take", "release", "add", "fail"]), st.integers(0, 3), st.integers(1, 40)), max_size=40))
+def test_no_page_is_lost_or_shared(steps: list[tuple[str, int, int]]) -> None:
+    """Whatever happens, each page is free or belongs to one sequence, which has as many as its tokens need."""
+    made = cache(slots=4, pages=10, max_length=100)
+    alive: dict[int, int] = {}
+    for action, which, tokens in steps:
+        slot = which if which in alive else None
+        try:
+            if action == "take":
+                alive[made.take()] = 0
+            elif action == "release" and slot is not None:
+                made.release(slot)
+                del alive[slot]
+            elif slot is not None:
+                host = made.begin(1, tokens, [slot])
+                if action == "add":
+                    made.advance(host)
+                    alive[slot] += tokens
+        except ForwardError:
+            pass
+        assert made.lengths(list(alive)) == list(alive.values())
+        assert made.free_pages == 10 - sum(-(-length // PAGE_SIZE) for length in alive.values())
+        owned = [page for one, length in alive.items() if length for page in pages_of(made, one, length)]
+        assert len(set(owned)) == len(owned) and SAFE_PAGE not in owned
+
+
+def pages_of(made: PagedCache, slot: int, length: int) -> list[int]:
+    """The pages of a sequence, as a pass of one more token sees them, where there is room for one."""
+    try:
+        tables = made.begin(1, 1, [slot]).tables
+    except ForwardError:
+        return []
+    pages: list[int] = tables[0, : -(-length // PAGE_SIZE)].tolist()
+    return pages
