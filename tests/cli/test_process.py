@@ -138,16 +138,18 @@ def test_output_in_any_encoding(tiny: Path) -> None:
 
 def test_ctrl_c_ends_a_load_with_130_and_one_line(large: Path) -> None:
     """SIGINT in the middle of reading: reader threads stop, one line tells it, and it takes no time."""
-    child = subprocess.Popen(
-        [*COMMAND, "load", str(large), "--device", "cpu"], env=child_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert child.stderr is not None
-    while "preflight" not in child.stderr.readline():
-        assert child.poll() is None
-    time.sleep(0.1)
-    began = time.monotonic()
-    child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=30)
+    for _ in range(10):
+        child = subprocess.Popen(
+            [*COMMAND, "load", str(large), "--device", "cpu"], env=child_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert child.stderr is not None
+        while "preflight" not in child.stderr.readline():
+            assert child.poll() is None
+        began = time.monotonic()
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=30)
+        if child.returncode != 0:  # on a busy machine this process may be woken when the load has just ended
+            break
     lines = [line for line in err.splitlines() if not line.startswith("loading: ")]
     assert (child.returncode, out, lines) == (130, "", ["interrupted"])
     assert time.monotonic() - began < 10
