@@ -8,7 +8,8 @@ out=deps/requirements_dev.txt
 {
     echo "# Exact versions for make setup.  Written by tools/pin_dev.sh from requirements.in and dev.in; do not edit."
     # What only torch's CUDA build needs is left out: its metadata pins every one of them, and a CPU build has none.
-    uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate deps/requirements.in deps/dev.in |
-        grep -vE '^(nvidia-|cuda-|triton==)'
+    uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate --config-file deps/dev.uv.toml \
+        deps/requirements.in deps/dev.in |
+        grep -vE '^(nvidia-(cu|nccl|nv)|cuda-|triton==)'
 } >"$out.new"
 mv "$out.new" "$out"

@@ -88,7 +88,8 @@ main() {
     fi
     install_torch
     say "installing $lock and the project"
-    "$venv/bin/python" -m pip install -qq -r "$lock"
+    # Without dependencies: the file is complete, and deps/dev.uv.toml says whose requirements are cut down on purpose.
+    "$venv/bin/python" -m pip install -qq --no-deps -r "$lock"
     "$venv/bin/python" -m pip install -qq --no-deps --no-build-isolation -e .
     "$venv/bin/python" -c 'import torch; print("setup: ready, torch", torch.__version__)' >&2
 }
