@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from rtp_llm.loader.eplb import with_experts
 from rtp_llm.loader.finish import finish_bytes
 from rtp_llm.loader.quantise import declared_in, is_inline, quantise, quantise_inline, quantised_mapping
 from rtp_llm.loader.route import choose_dtype
+from rtp_llm.loader.stages import step_bytes
 from rtp_llm.models.family import Family
 from rtp_llm.models.registry import resolve
 from rtp_llm.parallel.groups import Groups, groups_at
@@ -24,6 +25,7 @@ from rtp_llm.parallel.shard import check_divisible
 from rtp_llm.plan.collector import collector_paused
 from rtp_llm.plan.join import join
 from rtp_llm.plan.plan import LoadPlan
+from rtp_llm.plan.room import Hands, room_for
 from rtp_llm.transport.scratch.staging import staging_bytes
 
 #: Reader threads beyond this only wait for the interpreter's lock: on an H200 with 16 cores, 12 threads move 46 GB/s of
@@ -47,6 +49,12 @@ def readers(load: LoadConfig, device_type: str) -> int:
     """The number of reader threads that the settings mean; beside a GPU a quarter of the CPUs is left to its driver."""
     cpus = len(os.sched_getaffinity(0))
     return load.reader_threads or max(1, min(MOST_READERS, cpus * 3 // 4 if device_type == "cuda" else cpus))
+
+
+def hands(load: LoadConfig, device_type: str) -> Hands:
+    """Who brings the parts of tensors that parameters are made of, if the own reader does; a GPU makes one at a time."""
+    threads = readers(load, device_type)
+    return Hands(threads, load.buffer_mib << 20, 1 if device_type == "cuda" else threads, step_bytes(device_type))
 
 
 @collector_paused()
@@ -93,6 +101,7 @@ def draft(directory: str | os.PathLike[str], parallel: ParallelConfig, load: Loa
         quantization=quantization,
         bytes_finish=finish_bytes(model),
     )
+    plan = replace(plan, bytes_making=room_for(plan, hands(load, device_type)).nbytes)
     return Draft(catalog, raw, family, model, plan, dtype)
 
 

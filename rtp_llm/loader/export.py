@@ -69,6 +69,7 @@ def export_checkpoint(loaded: LoadedModel, directory: str | os.PathLike[str]) ->
 
 def _refuse_lossy(plan: LoadPlan) -> None:
     dtypes = {p.name: p.dtype for p in plan.params}
+    made = {d.tensor.name: d for d in plan.deliveries if d.targets[0].param in plan.stages}
     problems = [
         Problem(
             PlanFault.NOT_REVERSIBLE,
@@ -79,8 +80,7 @@ def _refuse_lossy(plan: LoadPlan) -> None:
             actual="codes and scales made of them",
             fix="load without --quantization",
         )
-        for d in plan.deliveries
-        if d.targets[0].param in plan.stages
+        for d in made.values()
     ]
     problems += [
         Problem(

@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -19,9 +19,11 @@ from rtp_llm.checkpoint import Catalog
 from rtp_llm.config import LoadConfig, ParallelConfig
 from rtp_llm.config.faults import ConfigFault
 from rtp_llm.errors import ConfigError, Problem
+from rtp_llm.layers.cache import CacheSize
+from rtp_llm.loader.cache_room import check_cache
 from rtp_llm.loader.choose import Chosen, choose, fallen_back
 from rtp_llm.loader.device import resolve_device
-from rtp_llm.loader.draft import Draft, draft
+from rtp_llm.loader.draft import Draft, draft, hands
 from rtp_llm.loader.finish import finish
 from rtp_llm.loader.kernels import KernelSetup, plan_kernels
 from rtp_llm.loader.memory import PeakMeter
@@ -34,6 +36,7 @@ from rtp_llm.models.family import Family
 from rtp_llm.parallel.watch import Watch
 from rtp_llm.parallel.world import World, agree, join_world
 from rtp_llm.plan.plan import LoadPlan, digest
+from rtp_llm.plan.room import room_for
 from rtp_llm.transport.fastsafetensors.failure import FastsafetensorsFailure
 from rtp_llm.transport.interface import Moved, Progress, Quiet
 from rtp_llm.transport.policy import SCRATCH
@@ -68,6 +71,7 @@ def load_model(
     *,
     progress: Progress | None = None,
     world: World | None = None,
+    cache: Callable[[], CacheSize | None] | None = None,
 ) -> LoadedModel:
     """Loads one rank of a checkpoint.
 
@@ -79,6 +83,7 @@ def load_model(
         load: settings; from the environment unless given.
         progress: told about bytes as they arrive.
         world: the processes to meet; found from torchrun's variables unless given.
+        cache: asked first, where all ranks learn of its errors: the KV cache for which there has to be room beside the weights.
 
     Returns:
         The model: ``model(input_ids)`` gives logits ``[batch, seq, vocab]`` for causal models, the last hidden state
@@ -99,7 +104,8 @@ def load_model(
         if target.type == "cuda":
             torch.cuda.set_device(target)  # NCCL takes the current device
         parallel = place_of(world, parallel)
-        return _load(path, target, parallel, load, progress or Quiet(), world, watch, clock)
+        size = None if cache is None else cache()
+        return _load(path, target, parallel, load, progress or Quiet(), world, watch, clock, size)
 
 
 def _load(
@@ -111,6 +117,7 @@ def _load(
     world: World,
     watch: Watch,
     clock: _Clock,
+    cache: CacheSize | None,
 ) -> LoadedModel:
     with clock.phase("plan"):
         drafted = draft(path, parallel, load, world.groups(parallel, watch), device.type)
@@ -123,6 +130,8 @@ def _load(
         agree(watch, digest(iter((plan.digest, *said))), lambda: chain(plan.agreement_lines(), said))
     with clock.phase("choose"):
         chosen = choose(drafted, device, load, world, watch)
+        if cache is not None:
+            check_cache(cache, drafted.model, chosen.plan, device, watch)
     setup = KernelSetup(kernels, world.rank == 0)
     with PeakMeter(device) as meter:
         chosen, moved = _move(drafted, chosen, device, load, progress, world, watch, clock)
@@ -168,7 +177,7 @@ def _move(
     with clock.phase("transport"):
         reason = ""
         try:
-            moved = _deliver(chosen, params, device, progress, watch)
+            moved = _deliver(chosen, params, device, load, progress, watch)
         except FastsafetensorsFailure as failure:
             reason = str(failure)
         if reason:
@@ -176,17 +185,21 @@ def _move(
             # of first, frames of its traceback and cycles among threads and generators included.
             gc.collect()
             chosen = fallen_back(chosen, drafted, device, load, reason, world)
-            moved = _deliver(chosen, params, device, progress, watch)
+            moved = _deliver(chosen, params, device, load, progress, watch)
     if moved.slow_path and chosen.decision.method != SCRATCH:
         _log.warning("slow path: %d of %d weights were fetched one by one", moved.slow_path, len(drafted.plan.deliveries))
     assert moved.bytes_placed == drafted.plan.bytes_read, "the transport did not place what was planned"
     return chosen, moved
 
 
-def _deliver(chosen: Chosen, params: dict[str, nn.Parameter], device: torch.device, progress: Progress, watch: Watch) -> Moved:
+def _deliver(
+    chosen: Chosen, params: dict[str, nn.Parameter], device: torch.device, load: LoadConfig, progress: Progress, watch: Watch
+) -> Moved:
+    # Only the own reader has several threads.
+    room = room_for(chosen.plan, hands(load, device.type)).parts if chosen.decision.method == SCRATCH else None
     progress.start(chosen.plan.bytes_read)
     try:
-        moved = chosen.transport.deliver(chosen.plan, MakingPlacement(params, chosen.plan.stages), progress, watch.check)
+        moved = chosen.transport.deliver(chosen.plan, MakingPlacement(params, chosen.plan, room), progress, watch.check)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     finally:

@@ -91,5 +91,8 @@ class Placement:
                 contents.append(moved)
         torch._foreach_copy_(places, contents, non_blocking=True)
 
+    def stop(self) -> None:
+        """Nobody waits here."""
+
     def _place(self, name: str, box: Box) -> torch.Tensor:
         return view(self._memory[name], box)

@@ -1,9 +1,14 @@
-"""Parameters that are made while they are loaded: a tensor is gathered, made into parameters, and let go."""
+"""Parameters that are made while they are loaded: a tensor is gathered, made into parameters, and let go.
+
+On a CUDA device all of it has its memory from, and is made on, one stream: so memory is handed on from tensor to tensor in the
+order of that stream, with no wait of the host and no pool of memory for each reader thread.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,16 +16,31 @@ import torch
 from torch import nn
 
 from rtp_llm.loader.placement import Placement
-from rtp_llm.plan.boxes import extent, view, volume
+from rtp_llm.plan.boxes import Box, extent, view, volume
 from rtp_llm.plan.making import Stage
-from rtp_llm.plan.plan import Delivery
+from rtp_llm.plan.plan import Delivery, LoadPlan
+
+#: Bytes of float32 that a tensor is quantised in at a time.  On the CPU what a core's cache holds: larger steps take up to three
+#: times as long.  On a GPU enough that launches do not count.
+_STEP_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
+
+
+def step_bytes(device_type: str) -> int:
+    """Working memory for making parameters of a tensor."""
+    return _STEP_BYTES["cpu" if device_type == "cpu" else "cuda"]
+
+
+class Stopped(Exception):
+    """What a thread gets that waited for room when the load was given up; the error that is told is another one's."""
 
 
 @dataclass(slots=True)
 class _Gathered:
-    """A stage's tensor on its way: its memory, the elements still to come, and what was queued to fill it."""
+    """A stage's tensor on its way: its memory, when it may be written, the elements still to come, and what was queued to fill
+    it."""
 
     content: torch.Tensor
+    ready: torch.cuda.Event | None
     left: int
     written: list[torch.cuda.Event] = field(default_factory=list)
 
@@ -29,14 +49,37 @@ class MakingPlacement(Placement):
     """A sink that makes parameters of some deliveries, and places the others.
 
     A stage's tensor has its memory from its first part to its last; the thread that brings the last part makes the parameters.
+
+    Args:
+        params: all parameters, by name.
+        plan: what is delivered.
+        room: bytes of tensors, of those that come in parts, that may be on their way.  Whoever brings the first part of another
+            one waits for its turn, in the order of the plan's deliveries, and until there is room.  That ends: who waits has
+            placed all that comes before, so what has room has all its parts on their way.  None: there is one thread, which
+            could only wait for itself.
     """
 
-    def __init__(self, params: Mapping[str, nn.Parameter], stages: Mapping[str, Stage]) -> None:
+    def __init__(self, params: Mapping[str, nn.Parameter], plan: LoadPlan, room: int | None = None) -> None:
         super().__init__(dict(params))
-        self._stages = stages
+        self._stages = plan.stages
         self._device = next(iter(params.values())).device if params else torch.device("cpu")
-        self._lock = threading.Lock()
+        self._step_bytes = step_bytes(self._device.type)
+        on_device = bool(plan.stages) and self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if on_device else None  # type: ignore[no-untyped-call]
+        self._making: AbstractContextManager[Any] = threading.Lock() if on_device else nullcontext()
+        self._room, self._held, self._stopped = room, 0, False
+        self._changed = threading.Condition()
         self._gathered: dict[str, _Gathered] = {}
+        staged = (target.param for d in plan.deliveries if d.nbytes for target in d.targets if target.param in plan.stages)
+        self._places = {name: place for place, name in enumerate(dict.fromkeys(staged))}
+        self._come: set[int] = set()
+        self._turn = 0
+
+    def stop(self) -> None:
+        """Ends the wait of all who wait for room."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
 
     def direct(self, part: Delivery) -> Any:
         if any(target.param in self._stages for target in part.targets):
@@ -47,46 +90,71 @@ class MakingPlacement(Placement):
         plain: list[tuple[Delivery, torch.Tensor]] = []
         for part, content in items:
             staged = [target for target in part.targets if target.param in self._stages]
-            if not staged:
-                plain.append((part, content))
-                continue
-            (target,) = staged
-            self._gather(self._stages[target.param], part, target.box, content)
-            others = tuple(other for other in part.targets if other is not target)
+            for target in staged:
+                self._gather(self._stages[target.param], part, target.box, content)
+            others = tuple(other for other in part.targets if other.param not in self._stages)
             if others:
-                plain.append((replace(part, targets=others), content))
+                plain.append((replace(part, targets=others) if staged else part, content))
         if plain:
             super().place_all(plain)
 
-    def _gather(self, stage: Stage, part: Delivery, box: tuple[tuple[int, int], ...], content: torch.Tensor) -> None:
-        with self._lock:
-            gathered = self._gathered.get(stage.name)
-            if gathered is None:
-                memory = torch.empty(extent(stage.region), dtype=content.dtype, device=self._device)
-                gathered = self._gathered[stage.name] = _Gathered(memory, volume(stage.region))
-        place = view(gathered.content, box)
-        moved = content.to(self._device, non_blocking=True)
-        place.copy_(part.source.apply(moved, part.slot_box).reshape(place.shape), non_blocking=True)
-        event = None
-        if self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device)
-            gathered.content.record_stream(stream)
-            event = stream.record_event()
-        with self._lock:
+    def _gather(self, stage: Stage, part: Delivery, box: Box, content: torch.Tensor) -> None:
+        gathered = self._entered(stage, content.dtype, alone=volume(box) == volume(stage.region))
+        place, event = view(gathered.content, box), None
+        if gathered.ready is not None:
+            torch.cuda.current_stream(self._device).wait_event(gathered.ready)
+        if not (part.verbatim and place.is_contiguous()):
+            content = part.source.apply(content.to(self._device, non_blocking=True), part.slot_box)
+        place.copy_(content.reshape(place.shape), non_blocking=True)
+        if gathered.ready is not None:
+            event = torch.cuda.current_stream(self._device).record_event()
+        with self._changed:
             if event is not None:
                 gathered.written.append(event)
             gathered.left -= volume(box)
             if gathered.left:
                 return
             del self._gathered[stage.name]
-        for done in gathered.written:
-            torch.cuda.current_stream(self._device).wait_event(done)
-        self._make(stage, gathered.content)
+        self._make(stage, gathered)
+        with self._changed:
+            self._held -= gathered.content.nbytes
+            self._changed.notify_all()
 
-    def _make(self, stage: Stage, content: torch.Tensor) -> None:
-        outputs = stage.maker.make(content, stage.region)
-        for product in stage.products:
-            tensor, box = outputs[product.output]
-            wanted = view(tensor, tuple((a - o, b - o) for (a, b), (o, _) in zip(product.box, box, strict=True)))
-            place = self._place(product.param, product.local_box)
-            place.copy_(wanted.reshape(place.shape), non_blocking=True)
+    def _entered(self, stage: Stage, dtype: torch.dtype, *, alone: bool) -> _Gathered:
+        """The stage's tensor, with memory.  ``alone``: it comes in one part, and so needs no other to be let go of."""
+        place, nbytes = self._places[stage.name], volume(stage.region) * dtype.itemsize
+
+        def may_enter() -> bool:
+            if self._stopped or stage.name in self._gathered or alone or self._room is None:
+                return True
+            return place == self._turn and (not self._held or self._held + nbytes <= self._room)
+
+        with self._changed:
+            self._changed.wait_for(may_enter)
+            if self._stopped:
+                raise Stopped
+            found = self._gathered.get(stage.name)
+            if found is not None:
+                return found
+            self._come.add(place)
+            while self._turn in self._come:
+                self._come.remove(self._turn)
+                self._turn += 1
+            self._changed.notify_all()
+            if not alone:
+                self._held += nbytes
+            found = self._gathered[stage.name] = self._allocated(stage, dtype)
+            return found
+
+    def _allocated(self, stage: Stage, dtype: torch.dtype) -> _Gathered:
+        with torch.cuda.stream(self._stream):  # does nothing for None
+            content = torch.empty(extent(stage.region), dtype=dtype, device=self._device)
+        return _Gathered(content, None if self._stream is None else self._stream.record_event(), volume(stage.region))
+
+    def _make(self, stage: Stage, gathered: _Gathered) -> None:
+        places = [(p.output, p.box, self._place(p.param, p.local_box).view(extent(p.box))) for p in stage.products]
+        with self._making, torch.cuda.stream(self._stream):
+            if self._stream is not None:
+                for event in gathered.written:
+                    self._stream.wait_event(event)
+            stage.maker.make(gathered.content, stage.region, places, self._step_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +13,8 @@ from torch import nn
 
 from rtp_llm.checkpoint.torch_file import nesting_keys
 from rtp_llm.errors import Problem, TransportError
-from rtp_llm.plan.boxes import Box, view, whole
+from rtp_llm.loader.stages import step_bytes
+from rtp_llm.plan.boxes import Box, extent, view, whole
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.transport.faults import TransportFault
 
@@ -41,7 +42,7 @@ def verify(model: nn.Module, plan: LoadPlan, directory: str) -> int:
                 source, slot = delivery.source, whole(delivery.source.slot_shape)
                 tensor = source.apply(view(get(delivery.tensor.name), source.pull(slot)), slot)
                 wanted = view(tensor, delivery.slot_box)
-                for param, box, content in _places(delivery, plan, wanted):
+                for param, box, content in _places(delivery, plan, params, wanted):
                     compared += 1
                     found = view(params[param].data, box).cpu()
                     if not _same(found, content.reshape(found.shape).to(found.dtype)):
@@ -51,18 +52,20 @@ def verify(model: nn.Module, plan: LoadPlan, directory: str) -> int:
     return compared
 
 
-def _places(delivery: Delivery, plan: LoadPlan, content: torch.Tensor) -> Iterator[tuple[str, Box, torch.Tensor]]:
+def _places(
+    delivery: Delivery, plan: LoadPlan, params: Mapping[str, nn.Parameter], content: torch.Tensor
+) -> Iterator[tuple[str, Box, torch.Tensor]]:
     """Every place that a delivery fills, and what belongs there: its content, or what is made of it."""
     for target in delivery.targets:
         stage = plan.stages.get(target.param)
         if stage is None:
             yield target.param, target.box, content
             continue
-        outputs = stage.maker.make(content.contiguous(), stage.region)
-        for product in stage.products:
-            made, box = outputs[product.output]
-            wanted = view(made, tuple((a - o, b - o) for (a, b), (o, _) in zip(product.box, box, strict=True)))
-            yield product.param, product.local_box, wanted
+        memory = [torch.empty(extent(p.box), dtype=params[p.param].dtype) for p in stage.products]
+        places = [(p.output, p.box, m) for p, m in zip(stage.products, memory, strict=True)]
+        stage.maker.make(content.contiguous(), stage.region, places, step_bytes("cpu"))
+        for product, made in zip(stage.products, memory, strict=True):
+            yield product.param, product.local_box, made
 
 
 @contextmanager

@@ -172,7 +172,7 @@ def join(
         quantization=quantization,
         bytes_resident=sum(prod(p.shape) * DTYPES_BY_TORCH_NAME[p.dtype].bits * DTYPES_BY_TORCH_NAME[p.dtype].packed // 8 for p in params),
         bytes_staging=bytes_staging,
-        bytes_transient=max(transient_bytes(deliveries, stages, bytes_staging), bytes_finish),
+        bytes_transient=max(transient_bytes(deliveries), bytes_finish),
         model_digest=model_digest,
         digest=digest(lines),
     )

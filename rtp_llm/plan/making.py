@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,17 +12,26 @@ if TYPE_CHECKING:
     import torch
 
 
+#: A place of what is made: the output's name, the box of it that belongs there, and the memory, of that box's shape.
+Place = tuple[str, Box, "torch.Tensor"]
+
+
 class Maker(Protocol):
-    """What is made of a slot, as named outputs.  Implementations are frozen dataclasses, whose ``repr`` enters the digest."""
+    """What is made of a slot, as named outputs.  Implementations are frozen dataclasses.
+
+    ``step_bytes``: what working memory may be spent on at a time; more where a row alone takes more.
+    """
 
     def needs(self, output: str, box: Box, shape: Shape) -> Box:
         """The box of the slot, whose full shape is ``shape``, that ``box`` of ``output`` is made of."""
 
-    def working_bytes(self, region: Box) -> int:
-        """What :meth:`make` takes at most beside the content of ``region``, its outputs included."""
+    def working_bytes(self, region: Box, step_bytes: int) -> int:
+        """What :meth:`make` takes at most beside the content of ``region`` and the places."""
 
-    def make(self, content: torch.Tensor, region: Box) -> Mapping[str, tuple[torch.Tensor, Box]]:
-        """All outputs that ``content``, the slot's box ``region`` in its stored dtype, gives: each with its own box."""
+    def make(self, content: torch.Tensor, region: Box, places: Sequence[Place], step_bytes: int) -> None:
+        """Makes what ``content``, the slot's box ``region`` in its stored dtype, gives, and writes it to ``places``.
+
+        Queues work on the current stream, and waits for nothing."""
 
 
 @dataclass(frozen=True, slots=True)

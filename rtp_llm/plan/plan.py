@@ -128,9 +128,9 @@ class LoadPlan:
     """One rank's load.
 
     ``digest`` is the part on which all ranks must agree (files, tensors, mapping, sizes, dtype; no path, no rank);
-    ``predicted_peak_bytes`` counts this rank's parameters, the transport's staging buffers and the largest tensor that
-    has to be read whole.  ``experts`` is empty for a model without experts; ``missing``, ``unexpected`` and ``problems`` are
-    empty in a plan that may be carried out.
+    ``predicted_peak_bytes`` counts this rank's parameters, the transport's staging buffers, the largest tensor that has to be
+    read whole, and what parameters are made of while it is on its way.  ``experts`` is empty for a model without experts;
+    ``missing``, ``unexpected`` and ``problems`` are empty in a plan that may be carried out.
     """
 
     architecture: str
@@ -157,6 +157,7 @@ class LoadPlan:
     bytes_transient: int
     model_digest: str
     digest: str
+    bytes_making: int = 0
 
     def agreement_lines(self) -> Iterator[str]:
         """What :attr:`digest` is made of; see the function of this name."""
@@ -175,7 +176,7 @@ class LoadPlan:
 
     @property
     def predicted_peak_bytes(self) -> int:
-        return self.bytes_resident + self.bytes_staging + self.bytes_transient
+        return self.bytes_resident + self.bytes_staging + self.bytes_transient + self.bytes_making
 
     @property
     def parameters(self) -> int:
@@ -216,19 +217,12 @@ def agreement_lines(
         yield f"slot {slot} from {source.raw} {source.ops!r}"
 
 
-def transient_bytes(deliveries: Sequence[Delivery], stages: Mapping[str, Stage], bytes_staging: int) -> int:
-    """The most that is held beside parameters and staging buffers while bytes move.
+def transient_bytes(deliveries: Sequence[Delivery]) -> int:
+    """The most that is held beside parameters and staging buffers while bytes move, of what is not on its way to be made.
 
-    A tensor that cannot be read in parts is held whole, and once more while an op works on it.  What parameters are made of is
-    gathered whole: reader threads work within a window of as many bytes as they have buffers, so that at most this window and
-    the ends of two tensors that it cuts are held, and made at a time.
+    A tensor that cannot be read in parts is held whole, and once more while an op works on it.
     """
-    whole = max((2 * d.nbytes for d in deliveries if not d.divisible), default=0)
-    gathered = [(d.nbytes, stages[d.targets[0].param]) for d in deliveries if d.targets[0].param in stages]
-    if not gathered:
-        return whole
-    largest = max(nbytes + stage.maker.working_bytes(stage.region) for nbytes, stage in gathered)
-    return max(whole, 2 * largest + min(bytes_staging, sum(nbytes for nbytes, _ in gathered)))
+    return max((2 * d.nbytes for d in deliveries if not d.divisible), default=0)
 
 
 def digest(lines: Iterator[str]) -> str:

@@ -37,6 +37,7 @@ def plan_json(plan: LoadPlan) -> dict[str, Any]:
         "bytes_resident": plan.bytes_resident,
         "bytes_read": plan.bytes_read,
         "bytes_staging": plan.bytes_staging,
+        "bytes_making": plan.bytes_making,
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "files": [
             {"name": f.name, "format": f.format, "bytes": f.size, "bytes_read": read[f.name], "reads": tensors[f.name]} for f in plan.files

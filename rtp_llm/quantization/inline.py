@@ -2,18 +2,21 @@
 
 Scales come from whole tensors, rows or blocks as the checkpoint has them, never from a rank's shard: so the codes are the same
 at every number of ranks.  A rank reads what its shard's scales depend on (for one scale the whole tensor, for rows whole rows,
-for blocks whole blocks), each byte once, and keeps its shard of the codes.
+for blocks whole blocks), each byte once, and makes just its shard of the codes, right in their parameter.
+
+Rows and blocks need not wait for the whole tensor: it is quantised in bands of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from rtp_llm.plan.boxes import Box, Shape, extent
-from rtp_llm.plan.making import Made
+from rtp_llm.parallel.shard import Span
+from rtp_llm.plan.boxes import Box, Shape, extent, view, volume
+from rtp_llm.plan.making import Made, Place
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Fixed, Laid, Matrix, TensorForm
 from rtp_llm.quantization.scaled import Grid, Scaled, grid_label
 
@@ -26,10 +29,11 @@ GRIDS: Mapping[str, Grid] = {"inline-fp8-tensor": "tensor", "inline-fp8-channel"
 #: The largest E4M3 number.
 _MAX = 448.0
 
-#: Elements that are quantised at once: a float32 copy of so many takes 4 MiB, whatever the tensor's size.
-_CHUNK = 2**20
-#: Bytes for each of them: the value, its scale and their quotient in float32, and the code.
-_BYTES_A_CHUNK = 13
+#: Elements of a band: enough that a launch on a GPU is worth its work (12 operations a band, each some 10 microseconds of a
+#: thread's time), and a fraction of a large matrix.
+_BAND = 2**24
+#: Bytes of working memory for each scale: extremes of both signs, the larger one, the scale and a comparison.
+_BYTES_A_SCALE = 20
 
 #: The last part of slots that stay as they are, as in published FP8 checkpoints: gates whose few rows decide much and cost
 #: nothing, low-rank gates of linear attention, an encoder's pooler.  (Routers, heads and embeddings are no linear layers here.)
@@ -63,7 +67,7 @@ def scale_dims(grid: Grid) -> tuple[Along | Fixed, ...]:
 class Quantiser:
     """Makes ``weight`` (E4M3 codes) and ``weight_scale`` (float32).
 
-    ``scale = amax / 448``, 1 for what is all zeros; ``code = cast(clamp(w / scale, -448, 448))``, in float32 from the stored value.
+    ``scale = amax / 448``, 1 where that is 0; ``code = cast(clamp(w / scale, -448, 448))``, in float32 from the stored value.
     """
 
     grid: Grid
@@ -78,72 +82,122 @@ class Quantiser:
         per = self.grid if output == "weight" else (1, 1)
         return tuple((g * (a // p), min(n, g * -(-b // p))) for (a, b), n, g, p in zip(box, shape, self.grid, per, strict=True))
 
-    def working_bytes(self, region: Box) -> int:
+    def working_bytes(self, region: Box, step_bytes: int) -> int:
         rows, columns = extent(region)
-        step = rows if not rows * columns else min(rows, self._step(columns))
-        # Codes, scales (at most one a row or a block), and what one step takes; extremes of rows are of the scales' size.
-        return rows * columns + 12 * rows + _BYTES_A_CHUNK * step * columns
+        bn, bk = self._block((rows, columns))
+        step = min(4 * rows * columns, max(step_bytes, 4 * columns))
+        return step + _BYTES_A_SCALE * -(-rows // max(1, bn)) * -(-columns // max(1, bk))
 
-    def _step(self, columns: int) -> int:
-        """Rows that are quantised at once: whole blocks."""
-        step = max(1, _CHUNK // max(1, columns))
-        return step if isinstance(self.grid, str) else max(1, step // self.grid[0]) * self.grid[0]
-
-    def make(self, content: torch.Tensor, region: Box) -> Mapping[str, tuple[torch.Tensor, Box]]:
+    def make(self, content: torch.Tensor, region: Box, places: Sequence[Place], step_bytes: int) -> None:
         scale = self._scale(content)
-        codes = torch.empty(content.shape, dtype=torch.float8_e4m3fn, device=content.device)
-        step = self._step(content.shape[1])
-        for start in range(0, content.shape[0], step):
-            part = content[start : start + step]
-            codes[start : start + step] = (part.float() / self._spread(scale, start, part.shape)).clamp_(-_MAX, _MAX).to(codes.dtype)
-        return {"weight": (codes, region), "weight_scale": (scale, self._scale_box(scale, region))}
+        rows, columns = (first for first, _ in region)
+        for output, box, memory in places:
+            if output == "weight":
+                (a, b), (c, d) = box
+                self._encode(content, scale, (a - rows, b - rows), (c - columns, d - columns), memory, max(1, step_bytes // 4))
+            else:
+                memory.copy_(view(self._stored(scale), self._within(box, region)))
+
+    def _block(self, shape: Shape) -> tuple[int, int]:
+        """Rows and columns of a content of ``shape`` that have one scale."""
+        if self.grid == "tensor":
+            return shape[0], shape[1]
+        if self.grid == "channel":
+            return 1, shape[1]
+        assert not isinstance(self.grid, str)
+        return self.grid
+
+    def _stored(self, scale: torch.Tensor) -> torch.Tensor:
+        """Scales ``[block rows, block columns]`` as their tensor has them."""
+        return scale.reshape(1) if self.grid == "tensor" else scale
+
+    def _within(self, box: Box, region: Box) -> Box:
+        """A box of the tensor of scales, counted from the first scale of ``region``."""
+        if self.grid == "tensor":
+            return box
+        per = (1, 1) if isinstance(self.grid, str) else self.grid
+        return tuple((a - first // p, b - first // p) for (a, b), (first, _), p in zip(box, region, per, strict=True))
 
     def _scale(self, content: torch.Tensor) -> torch.Tensor:
-        # Extremes, not the largest of absolute values: those would be a copy of the tensor.
-        if self.grid == "tensor":
-            least, most = torch.aminmax(content)
-            amax = torch.maximum(-least, most).float().reshape(1)
-        elif self.grid == "channel":
-            # Two passes: along a dimension, aminmax takes four times as long.
-            amax = torch.maximum(-content.amin(1, keepdim=True), content.amax(1, keepdim=True)).float()
+        """The scales of a content that begins at a block: float32 ``[block rows, block columns]``."""
+        rows, columns = content.shape
+        bn, bk = self._block((rows, columns))
+        amax = torch.empty(-(-rows // bn), -(-columns // bk), dtype=torch.float32, device=content.device)
+        for a, b, n in _evenly((0, rows), bn):
+            for c, d, k in _evenly((0, columns), bk):
+                blocks = content[a:b, c:d].view(-1, n, (d - c) // k, k)
+                # Extremes, not the largest of absolute values: those would be a copy of the tensor.
+                if n > 1 and k < d - c:  # many blocks: one dimension after the other is faster on the CPU
+                    least, most = blocks.amin(1).amin(2), blocks.amax(1).amax(2)
+                else:
+                    least, most = blocks.amin((1, 3)), blocks.amax((1, 3))
+                amax[a // bn : -(-b // bn), c // bk : -(-d // bk)] = torch.maximum(least.neg_(), most)
+        scale = amax.div_(_MAX)
+        # Also where it is too small a number: zero by zero is no code.
+        return scale.masked_fill_(scale == 0, 1.0)
+
+    def _encode(self, content: torch.Tensor, scale: torch.Tensor, rows: Span, columns: Span, memory: torch.Tensor, step: int) -> None:
+        """Writes the codes of some rows and columns of ``content`` to ``memory``, ``step`` elements at a time."""
+        bn, bk = self._block(tuple(content.shape))
+        for c, d, k in _evenly(columns, bk):
+            part = memory[:, c - columns[0] : d - columns[0]]
+            for a, b, n in _stepped(rows, bn, max(1, step // (d - c))):
+                scales = scale[a // bn : -(-b // bn), c // bk : -(-d // bk)]
+                part[a - rows[0] : b - rows[0]].copy_(_divided(content[a:b, c:d], scales, n, k))
+
+
+def _divided(part: torch.Tensor, scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """A part of blocks of ``rows`` and ``columns``, by their scales, in float32 and in the range of E4M3."""
+    wide = part.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    wide.view(-1, rows, scales.shape[1], columns).div_(scales[:, None, :, None])
+    return wide.clamp_(-_MAX, _MAX)
+
+
+def _evenly(span: Span, per: int) -> Iterator[tuple[int, int, int]]:
+    """A span, cut into those that consist of whole blocks of ``per``, or lie within one: start, stop, and the size of a block."""
+    start, stop = span
+    first, last = min(stop, -(-start // per) * per), stop // per * per
+    for a, b, size in ((start, first, first - start), (first, last, per), (max(first, last), stop, stop - max(first, last))):
+        if b > a:
+            yield a, b, size
+
+
+def _stepped(span: Span, per: int, most: int) -> Iterator[tuple[int, int, int]]:
+    """The same, in steps of at most ``most``."""
+    for start, stop, size in _evenly(span, per):
+        if size > most:
+            for block in range(start, stop, size):
+                for a in range(block, block + size, most):
+                    b = min(a + most, block + size)
+                    yield a, b, b - a
         else:
-            assert not isinstance(self.grid, str)
-            bn, bk = self.grid
-            rows, columns = content.shape
-            amax = torch.empty(-(-rows // bn), -(-columns // bk), device=content.device)
-            for i in range(amax.shape[0]):
-                row = content[i * bn : (i + 1) * bn].abs().amax(dim=0)
-                padded = torch.nn.functional.pad(row, (0, -columns % bk))
-                amax[i] = padded.view(-1, bk).amax(dim=1).float()
-        return torch.where(amax == 0, torch.ones_like(amax), amax / _MAX)
-
-    def _spread(self, scale: torch.Tensor, start: int, shape: Iterable[int]) -> torch.Tensor:
-        rows, columns = shape
-        if self.grid == "tensor":
-            return scale
-        if self.grid == "channel":
-            return scale[start : start + rows]
-        assert not isinstance(self.grid, str)
-        bn, bk = self.grid
-        blocks = scale[start // bn : -(-(start + rows) // bn)]
-        return blocks.repeat_interleave(bn, 0)[:rows].repeat_interleave(bk, 1)[:, :columns]
-
-    def _scale_box(self, scale: torch.Tensor, region: Box) -> Box:
-        if self.grid == "tensor":
-            return ((0, 1),)
-        if self.grid == "channel":
-            return region[0], (0, 1)
-        assert not isinstance(self.grid, str)
-        first = (region[i][0] // self.grid[i] for i in (0, 1))
-        return tuple((a, a + n) for a, n in zip(first, scale.shape, strict=True))
+            step = most // size * size
+            for a in range(start, stop, step):
+                yield a, min(a + step, stop), size
 
 
 def made_tiles(laid: Laid, matrices: Sequence[Matrix], grid: Grid) -> tuple[Made, ...]:
-    """The tiles of one of the two parameters: made of the plain weights of the matrices."""
+    """The tiles of one of the two parameters: made of the plain weights of the matrices, in bands that the other one's have too."""
     maker = Quantiser(grid)
     tiles = []
     for matrix, local in zip(matrices, laid.boxes, strict=True):
         box = tuple(dim.span(matrix) for dim in laid.form.dims)
-        assert extent(box) == extent(local)[len(local) - len(box) :]
-        tiles.append(Made(f"{matrix.slot}.weight", matrix.shape, maker, laid.form.name, box, local))
+        lead = len(local) - len(box)
+        assert extent(box) == extent(local)[lead:]
+        for part in _bands(box, laid.form, matrix, grid):
+            moved = ((p - a + o, q - a + o) for (p, q), (a, _), (o, _) in zip(part, box, local[lead:], strict=True))
+            tiles.append(Made(f"{matrix.slot}.weight", matrix.shape, maker, laid.form.name, part, (*local[:lead], *moved)))
     return tuple(tiles)
+
+
+def _bands(box: Box, form: TensorForm, matrix: Matrix, grid: Grid) -> Iterator[Box]:
+    """``box`` of a tensor of the matrix, cut at the same rows of the matrix whichever of its tensors it is."""
+    rows = form.dims[ROWS]
+    if grid == "tensor" or not isinstance(rows, Along) or not volume(box):
+        yield box
+        return
+    per = 1 if isinstance(grid, str) else grid[0]
+    band = max(1, _BAND // matrix.shape[COLUMNS] // per) * per // rows.per
+    start, stop = box[ROWS]
+    for a in range(start // band * band, stop, band):
+        yield (max(start, a), min(stop, a + band)), *box[ROWS + 1 :]

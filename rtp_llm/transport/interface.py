@@ -27,7 +27,13 @@ class Sink(Protocol):
         """
 
     def place_all(self, items: Sequence[tuple[Delivery, torch.Tensor]]) -> None:
-        """:meth:`place` for several parts at once; contents may lie on the device already."""
+        """:meth:`place` for several parts at once; contents may lie on the device already.
+
+        Parts of a tensor that is gathered first may have to wait for room, until those before them in the plan have been placed.
+        """
+
+    def stop(self) -> None:
+        """Nothing more will come, because of an error: whoever waits within the sink leaves it with an exception."""
 
 
 class Progress(Protocol):

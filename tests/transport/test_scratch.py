@@ -40,6 +40,9 @@ class Collect:
             return None
         return place.reshape(-1).view(torch.uint8)
 
+    def stop(self) -> None:
+        """Nobody waits here."""
+
     def place_all(self, items: Sequence[tuple[Delivery, torch.Tensor]]) -> None:
         for part, content in items:
             self.place(part, content)

@@ -59,7 +59,7 @@ class ScratchTransport:
                 )
                 for _ in range(self._threads)
             ]
-            _finish(readers, work)
+            _finish(readers, work, sink)
         moved = [reader.result() for reader in readers]
         return Moved(
             bytes_read=sum(m.bytes_read for m in moved),
@@ -69,7 +69,7 @@ class ScratchTransport:
         )
 
 
-def _finish(readers: list[Future[Moved]], work: _Work) -> None:
+def _finish(readers: list[Future[Moved]], work: _Work, sink: Sink) -> None:
     """Waits for all readers; an error of one, or an interrupt here, stops the others at their next piece of work."""
     try:
         done, _ = wait(readers, return_when=FIRST_EXCEPTION)
@@ -77,6 +77,7 @@ def _finish(readers: list[Future[Moved]], work: _Work) -> None:
             reader.result()
     finally:
         work.stop()
+        sink.stop()
 
 
 class _Work:

@@ -31,6 +31,9 @@ class Collect:
     def direct(self, part: Delivery) -> torch.Tensor | None:
         raise AssertionError("this transport places")
 
+    def stop(self) -> None:
+        """Nobody waits here."""
+
     def place_all(self, items: Sequence[tuple[Delivery, torch.Tensor]]) -> None:
         for part, content in items:
             self.place(part, content)

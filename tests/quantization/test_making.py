@@ -1,0 +1,255 @@
+"""How FP8 is made while loading: in bands, by few operations without a wait, in memory that is known before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rtp_llm import LoadConfig, ParallelConfig, build_plan, load_model
+from rtp_llm.loader.draft import Draft, draft, hands
+from rtp_llm.loader.placement import allocate
+from rtp_llm.loader.stages import MakingPlacement, Stopped, step_bytes
+from rtp_llm.parallel.groups import groups_at
+from rtp_llm.plan.boxes import Box, volume
+from rtp_llm.plan.making import Stage
+from rtp_llm.plan.plan import Delivery
+from rtp_llm.plan.room import Hands, held_bytes, room_for
+from rtp_llm.quantization.inline import Quantiser
+from rtp_llm.quantization.scaled import Grid
+from rtp_llm.transport.interface import Quiet
+from rtp_llm.transport.scratch.reader import ScratchTransport
+from tests.quantization.test_inline import GRIDS, check_codes
+from tests.support.tiny import save_tiny_llama
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose gate, up and down have 17 million elements: more than one band."""
+    folder = tmp_path_factory.mktemp("wide") / "model"
+    sizes = {"hidden_size": 512, "intermediate_size": 33024, "num_hidden_layers": 1, "num_attention_heads": 8, "vocab_size": 256}
+    return save_tiny_llama(folder, dtype=torch.bfloat16, num_key_value_heads=2, **sizes)
+
+
+@pytest.mark.parametrize("grid", ["channel", "block"])
+def test_bands(grid: str, wide: Path) -> None:
+    """A matrix of several bands has the codes and scales of the whole, also in shards whose ends lie within a block; and less than
+    the whole is on its way."""
+    tensors = load_file(wide / "model.safetensors")
+    load = LoadConfig(device="cpu", quantization=f"inline-fp8-{grid}", verify=True, reader_threads=2)
+    for place in (ParallelConfig(), ParallelConfig(tp_size=8, tp_rank=3)):
+        loaded = load_model(wide, parallel=place, load=load)
+        assert check_codes(loaded, tensors, grid) == 7
+        largest = max(t.nbytes for t in loaded.plan.tensors)
+        assert loaded.plan.bytes_making < 2 * largest + 4 * MIB + 2 * load.buffer_mib * MIB
+        if place.tp_size == 1:
+            assert len(loaded.plan.stages) > 7, "there is one band"
+
+
+def on(shape: tuple[int, int], grid: Grid) -> tuple[Quantiser, torch.Tensor, Box, list[tuple[str, Box, torch.Tensor]]]:
+    """A maker with a matrix and its two places."""
+    rows, columns = ((0, n) for n in shape)
+    scales: dict[Any, Box] = {"tensor": ((0, 1),), "channel": (rows, (0, 1))}
+    scale = scales.get(grid, tuple((0, -(-n // 128)) for n in shape))
+    memory = torch.empty([b - a for a, b in scale])
+    places = [("weight", (rows, columns), torch.empty(shape, dtype=torch.float8_e4m3fn)), ("weight_scale", scale, memory)]
+    return Quantiser(grid), torch.randn(shape).to(torch.bfloat16), (rows, columns), places
+
+
+class Counting(TorchDispatchMode):
+    """Operations that compute or move something, views apart."""
+
+    VIEWS = ("view", "slice", "select", "unsqueeze", "reshape", "expand", "alias", "empty", "detach")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not name.startswith(self.VIEWS):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("grid", "most"), [("tensor", 17), ("channel", 17), ((128, 128), 19)])
+def test_a_handful_of_operations(grid: Grid, most: int) -> None:
+    """Whatever the number of rows and blocks, the operations of a matrix that fits a step are as many as of the smallest; none of them
+    waits for a device (which reading a number does)."""
+    counts = []
+    for shape in ((256, 256), (2048, 1024)):
+        maker, content, region, places = on(shape, grid)
+        with Counting() as counting:
+            maker.make(content, region, places, 64 * MIB)
+        assert not {"_local_scalar_dense", "nonzero", "is_nonzero", "equal"} & set(counting.names)
+        counts.append(len(counting.names))
+    assert counts[0] == counts[1] <= most, counting.names
+
+
+@pytest.mark.parametrize("step", [MIB, 4 * MIB])
+@pytest.mark.parametrize("shape", [(1024, 1024), (1000, 1030), (3, 70000)])
+@pytest.mark.parametrize("grid", ["tensor", "channel", (128, 128)])
+def test_working_memory(grid: Grid, shape: tuple[int, int], step: int) -> None:
+    """torch's own record of allocations: making takes no more than is said, and that is no exaggeration."""
+    maker, content, region, places = on(shape, grid)
+    maker.make(content, region, places, step)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        maker.make(content, region, places, step)
+    live = most = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            most = max(most, live)
+    assert 0.5 * maker.working_bytes(region, step) < most <= maker.working_bytes(region, step)
+
+
+def test_scales_too_small_to_divide_by() -> None:
+    """Values so small that 448th parts of them are nothing get a scale of 1, and are no NaN."""
+    for grid in ("tensor", "channel", (128, 128)):
+        maker, _, region, places = on((128, 128), grid)  # type: ignore[arg-type]
+        content = torch.zeros(128, 128)
+        content[::2] = 1e-45
+        maker.make(content, region, places, MIB)
+        assert (places[0][2].float() == 0).all() and (places[1][2] == 1).all()
+
+
+class Recording(MakingPlacement):
+    """Notes the most that tensors on their way take."""
+
+    most = 0
+    made = 0
+
+    def _allocated(self, stage: Stage, dtype: torch.dtype) -> Any:
+        self.most = max(self.most, sum(g.content.nbytes for g in self._gathered.values()) + 2 * volume(stage.region))
+        return super()._allocated(stage, dtype)
+
+    def _make(self, stage: Stage, gathered: Any) -> None:
+        super()._make(stage, gathered)
+        self.made += 1
+
+
+def drafted(folder: Path, load: LoadConfig) -> Draft:
+    place = ParallelConfig()
+    return draft(folder, place, load, groups_at(place), "cpu")
+
+
+def in_parts(found: Draft, most_bytes: int) -> list[list[Delivery]]:
+    """The parts of each delivery that something is made of."""
+    return [list(d.parts(most_bytes)) for d in found.plan.deliveries if d.targets[0].param in found.plan.stages]
+
+
+def bring(sink: MakingPlacement, parts: Sequence[Delivery]) -> None:
+    for part in parts:
+        sink.place(part, torch.zeros([b - a for a, b in part.raw_box], dtype=torch.bfloat16))
+
+
+def begin(target: Callable[..., None], *arguments: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_threads_wait_for_room(wide: Path) -> None:
+    """One thread stops in the middle of the first tensor; others that bring the rest wait, in whatever order they come, as soon as
+    there is no room; when it goes on all is made, and never was more on its way than the limit."""
+    load = LoadConfig(device="cpu", quantization="inline-fp8-tensor")
+    found = drafted(wide, load)
+    parts = in_parts(found, MIB // 16)
+    room = max(2 * volume(stage.region) for stage in found.plan.stages.values())
+    sink = Recording(allocate(found.model, found.plan, torch.device("cpu")), found.plan, room)
+    bring(sink, parts[0][:1])
+    others = [begin(bring, sink, own) for own in reversed(parts[1:])]
+    for thread in others:
+        thread.join(0.3)
+    assert any(thread.is_alive() for thread in others), "nobody waited"
+    assert sink.made < len(found.plan.stages)
+    bring(sink, parts[0][1:])
+    for thread in others:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert sink.made == len(found.plan.stages) and 0 < sink.most <= room
+
+
+def test_who_waits_leaves_when_the_load_is_given_up(wide: Path) -> None:
+    """``stop`` ends every wait with an exception of its own."""
+    found = drafted(wide, LoadConfig(device="cpu", quantization="inline-fp8-tensor"))
+    parts = in_parts(found, MIB // 8)
+    sink = MakingPlacement(allocate(found.model, found.plan, torch.device("cpu")), found.plan, 1)
+    bring(sink, parts[0][:1])
+    caught: list[type[BaseException]] = []
+
+    def run() -> None:
+        try:
+            bring(sink, parts[1])
+        except Stopped as error:
+            caught.append(type(error))
+
+    waiting = begin(run)
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    sink.stop()
+    waiting.join(60)
+    assert caught == [Stopped]
+
+
+class Failing(MakingPlacement):
+    """Fails at the second part of the first tensor, while others wait for its room."""
+
+    parts = 0
+
+    def _gather(self, stage: Stage, part: Delivery, box: Box, content: torch.Tensor) -> None:
+        if self._places[stage.name] == 0:
+            self.parts += 1
+            if self.parts == 2:
+                threading.Event().wait(0.5)
+                raise OSError("the disk has gone")
+        super()._gather(stage, part, box, content)
+
+
+def test_a_failing_reader_is_told_and_nobody_is_left(wide: Path) -> None:
+    """The reader's error reaches the caller although other threads were waiting for room that only it could have made."""
+    load = LoadConfig(device="cpu", quantization="inline-fp8-tensor")
+    found = drafted(wide, load)
+    sink = Failing(allocate(found.model, found.plan, torch.device("cpu")), found.plan, 1)
+    transport = ScratchTransport(str(wide), torch.device("cpu"), 4, MIB, 0)
+    before = threading.active_count()
+    with pytest.raises(OSError, match="the disk has gone"):
+        transport.deliver(found.plan, sink, Quiet(), lambda: None)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_own_reader_keeps_to_the_limit(grid: str, wide: Path) -> None:
+    """Four threads with small buffers: never more on its way than is predicted."""
+    load = LoadConfig(device="cpu", quantization=f"inline-fp8-{grid}", reader_threads=4, buffer_mib=1)
+    found = drafted(wide, load)
+    room = room_for(found.plan, hands(load, "cpu"))
+    sink = Recording(allocate(found.model, found.plan, torch.device("cpu")), found.plan, room.parts)
+    ScratchTransport(str(wide), torch.device("cpu"), 4, MIB, 0).deliver(found.plan, sink, Quiet(), lambda: None)
+    assert sink.made == len(found.plan.stages)
+    assert 0 < sink.most <= room.parts + room.single
+    assert room.nbytes == found.plan.bytes_making
+
+
+def test_room_of_a_sequence(wide: Path) -> None:
+    """One thread: in order just one tensor is held; side by side, as many as are begun and not ended."""
+    plan = build_plan(wide, load=LoadConfig(device="cpu", quantization="inline-fp8-tensor"))
+    step = step_bytes("cpu")
+    parts = [list(d.parts(MIB)) for d in plan.deliveries]
+    working = max(stage.maker.working_bytes(stage.region, step) for stage in plan.stages.values())
+    largest = max(2 * volume(stage.region) for stage in plan.stages.values())
+    assert held_bytes([part for own in parts for part in own], plan.stages, step) == largest + working
+    ends = [own[-1] for own in parts]
+    begun = [part for own in parts for part in own[:-1]]
+    every = sum(2 * volume(stage.region) for stage, own in zip(plan.stages.values(), parts, strict=False) if len(own) > 1)
+    assert largest < every <= held_bytes([*begun, *ends], plan.stages, step)
+    assert room_for(plan, Hands(1, 1024 * MIB, 1, step)).nbytes == largest + working
