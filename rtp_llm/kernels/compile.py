@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -65,7 +66,9 @@ def described(modules: Iterable[JitModule]) -> list[tuple[JitModule, Any]]:
         try:
             found.append((module, called(module.generate)(*module.arguments)))
         except (*IMPORT_ERRORS, ValueError, KeyError) as error:
-            raise CompileError(Lack(KernelFault.COMPILE_FAILED, f"{module.generate.path}: {error}"), [module]) from error
+            raise CompileError(
+                Lack(KernelFault.COMPILE_FAILED, f"{module.generate.path}: {type(error).__name__}: {error}"), [module]
+            ) from error
     return found
 
 
@@ -84,7 +87,7 @@ def toolless(modules: Iterable[JitModule], cuda: str) -> Lack | None:
     Ninja is also needed for those that are compiled, since flashinfer asks it each time whether they still are.
     """
     specs = [spec for _, spec in described(modules) if not spec.is_aot]
-    lacking = [] if not specs or shutil.which("ninja") else ["ninja is not on the path"]
+    lacking = [_no_ninja()] if specs and not shutil.which("ninja") else []
     if any(not _usable(spec, cuda) for spec in specs):
         try:
             nvcc = Path(called(_CUDA_PATH)()) / "bin" / "nvcc"
@@ -92,6 +95,11 @@ def toolless(modules: Iterable[JitModule], cuda: str) -> Lack | None:
         except RuntimeError as error:
             lacking.append(str(error))
     return Lack(KernelFault.NO_COMPILER, "; ".join(lacking)) if lacking else None
+
+
+def _no_ninja() -> str:
+    own = Path(sys.prefix) / "bin" / "ninja"
+    return "ninja is not on PATH" + (f", where {own.parent} should be" if own.exists() else "")
 
 
 def _usable(spec: Any, cuda: str) -> bool:
@@ -119,8 +127,7 @@ def compile_modules(modules: Sequence[JitModule], cuda: str, watch: Progress) ->
                 shutil.rmtree(spec.build_dir)
         watch.begin([spec for spec in own if not _modified(spec)])
         _build(specs, own, cuda)
-        for module, _ in specs:
-            called(module.load)(*module.arguments)
+        _load(specs)
     fresh = tuple(spec.name for spec in own if _modified(spec) != before[spec.name])
     directory = str(Path(specs[0][1].build_dir).parent)
     return Compiled(tuple(spec.name for _, spec in specs), fresh, directory, time.monotonic() - began)
@@ -137,6 +144,14 @@ def _build(specs: Sequence[tuple[JitModule, Any]], own: Sequence[Any], cuda: str
     failed = [module for module, spec in specs if not _usable(spec, cuda)]
     if failed:
         raise CompileError(Lack(KernelFault.OTHER_CUDA, f"torch was built with CUDA {cuda}, the compiler belongs to another"), failed)
+
+
+def _load(specs: Sequence[tuple[JitModule, Any]]) -> None:
+    for module, spec in specs:
+        try:
+            called(module.load)(*module.arguments)
+        except (*IMPORT_ERRORS, ValueError) as error:
+            raise CompileError(Lack(KernelFault.COMPILE_FAILED, f"{spec.name} cannot be loaded: {error}"), [module]) from error
 
 
 def _modified(spec: Any) -> int:

@@ -1,0 +1,14 @@
+"""A need of every operation that back ends offer, as models of published sizes have them."""
+
+from __future__ import annotations
+
+import torch
+
+from rtp_llm.kernels.needs import GateNeed, Need, NormNeed, RotaryNeed
+
+NEEDS: tuple[Need, ...] = (
+    NormNeed("rms_norm", torch.bfloat16, 4096),
+    NormNeed("add_rms_norm", torch.bfloat16, 4096),
+    GateNeed("silu_and_mul", torch.bfloat16, 14336),
+    RotaryNeed("rotate", torch.bfloat16, 128, 128, False),
+)
