@@ -95,7 +95,7 @@ class TorchPlan:
 
     def sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """``q [tokens, heads, dim]``, ``k`` and ``v [rows, keys, kv_heads, dim]`` to ``[tokens, heads, dim of v]``."""
-        by_row = q.unflatten(0, (len(self.index), -1)).transpose(1, 2)
+        by_row = q.view(len(self.index), -1, *q.shape[1:]).transpose(1, 2)
         shared = q.shape[1] != k.shape[2]
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         out = F.scaled_dot_product_attention(by_row, k, v, attn_mask=self.mask, is_causal=self.causal, enable_gqa=shared, scale=self.scale)
