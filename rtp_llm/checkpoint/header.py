@@ -61,6 +61,14 @@ _PAIRS = json.JSONDecoder(object_pairs_hook=tuple)
 _SPACES = frozenset(" \t\n\r")
 _space = re.compile(r"[ \t\n\r]*").match
 
+#: A tensor's whole entry as safetensors writes it, which is every entry of most files: one step instead of a dozen.  What does
+#: not match is read, and judged, piece by piece.
+_INT = r"(?:0|[1-9][0-9]{0,18})"
+_usual_entry = re.compile(
+    rf'"(?!__metadata__")([^"\\\x00-\x1f]{{1,{MAX_NAME}}})":'
+    rf'\{{"dtype":"([A-Z0-9_]{{1,16}})","shape":\[((?:{_INT}(?:,{_INT}){{0,{MAX_RANK - 1}}})?)\],"data_offsets":\[({_INT}),({_INT})\]\}}'
+).match
+
 
 @dataclass(slots=True)
 class Header:
@@ -248,8 +256,13 @@ def _parse(text: str, base: int, file: str, header: Header) -> tuple[tuple[str, 
         cursor.take("{")
         more = cursor.peek() != "}" or cursor.take("}") != "}"
         while more:
-            name = cursor.string("a name", _MOST_OF_A_NAME)
-            cursor.take(":")
+            usual = _usual_entry(text, cursor.position)
+            if usual is not None:
+                name, dtype, shape, start, stop = usual.groups()
+                cursor.position = usual.end()
+            else:
+                name = cursor.string("a name", _MOST_OF_A_NAME)
+                cursor.take(":")
             if name in seen:
                 _blame(header, finding(CheckpointFault.DUPLICATE_KEY, "the name stands twice in the header", file, name), file)
             seen.add(name)
@@ -257,10 +270,13 @@ def _parse(text: str, base: int, file: str, header: Header) -> tuple[tuple[str, 
             if wide > MAX_WIDE_BYTES:
                 what = "the names are too long for text beyond ASCII"
                 raise _stop(CheckpointFault.HEADER_TOO_LARGE, what, file, name, f"at most {MAX_WIDE_BYTES} characters in all", "more")
-            if name == "__metadata__":
+            if usual is not None:
+                sizes = tuple(map(int, shape.split(","))) if shape else ()
+                _add(header, _tensor(name, dtype, sizes, int(start), int(stop), base, file), file)
+            elif name == "__metadata__":
                 metadata = _metadata(cursor)
             else:
-                _add(header, _tensor(name, cursor.flat_object(name), base, file), file)
+                _add(header, _entry(name, cursor.flat_object(name), base, file), file)
             more = cursor.take(",}") == ","
         if cursor.peek():
             raise _stop(CheckpointFault.BAD_HEADER, "text after the header's object", file, expected="spaces", actual=shown(cursor.peek()))
@@ -315,39 +331,59 @@ def _metadata(cursor: _Cursor) -> dict[str, str]:
     return result
 
 
-def _tensor(name: str, pairs: tuple[tuple[str, Any], ...], base: int, file: str) -> TensorInfo | Problem:
+def _entry(name: str, pairs: tuple[tuple[str, Any], ...], base: int, file: str) -> TensorInfo | Problem:
     """The tensor that a header entry describes, or what is wrong with it."""
     fields = dict(pairs)
     if len(pairs) != len(_FIELDS) or fields.keys() != _FIELDS:
         return _entry_problem(file, name, ", ".join(shown(key) for key, _ in pairs[:8]) or "nothing")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if problem := name_problem(name, file):
         return problem
-    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    known = DTYPES.get(dtype) if type(dtype) is str else None
-    if known is None:
-        return finding(CheckpointFault.UNKNOWN_DTYPE, "unknown dtype", file, name, ", ".join(DTYPES), shown(str(dtype)))
+    if type(dtype) is not str:
+        return _dtype_problem(file, name, str(dtype))
     if not _is_sizes(shape) or len(shape) > MAX_RANK:
         return finding(CheckpointFault.BAD_SHAPE, "not a shape", file, name, f"at most {MAX_RANK} whole numbers from 0", shown(str(shape)))
-    if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        return finding(CheckpointFault.BAD_OFFSETS, "not a byte range", file, name, "[start, stop], start <= stop", shown(str(offsets)))
+    if not _is_sizes(offsets) or len(offsets) != 2:
+        return _offsets_problem(file, name, str(offsets))
     start, stop = offsets
+    return _tensor(name, dtype, tuple(shape), start, stop, base, file)
+
+
+def _tensor(name: str, dtype: str, shape: tuple[int, ...], start: int, stop: int, base: int, file: str) -> TensorInfo | Problem:
+    """The tensor of ``dtype`` and ``shape`` (none negative) at bytes ``[start, stop)`` of the data, or what is wrong with it."""
+    if problem := name_problem(name, file):
+        return problem
+    known = DTYPES.get(dtype)
+    if known is None:
+        return _dtype_problem(file, name, dtype)
+    if start > stop:
+        return _offsets_problem(file, name, str([start, stop]))
+    bits = prod(shape) * known.bits
     # A zero in the shape must not hide sizes that no tensor library can multiply.
-    if prod(size for size in shape if size) * known.bits >= MAX_INT or stop + base >= MAX_INT:
+    most = bits or prod(size for size in shape if size) * known.bits
+    if most >= MAX_INT or stop + base >= MAX_INT:
         return finding(
             CheckpointFault.OVERFLOW,
             "a size does not fit 63 bits",
             file,
             name,
             "less than 2**63",
-            shown(f"shape {shape}, data_offsets {offsets}"),
+            shown(f"shape {list(shape)}, data_offsets {[start, stop]}"),
         )
-    bits = prod(shape) * known.bits
     if bits != (stop - start) * 8:
-        wanted = f"{bits // 8} bytes ({dtype} {shape})" if bits % 8 == 0 else f"whole bytes ({dtype} {shape} has {bits} bits)"
-        return finding(
-            CheckpointFault.SIZE_MISMATCH, "dtype x shape is not the byte range", file, name, wanted, f"{stop - start} bytes ({offsets})"
-        )
-    return TensorInfo(name, dtype, tuple(shape), file, base + start, base + stop)
+        stated = f"{dtype} {list(shape)}"
+        wanted = f"{bits // 8} bytes ({stated})" if bits % 8 == 0 else f"whole bytes ({stated} has {bits} bits)"
+        actual = f"{stop - start} bytes ({[start, stop]})"
+        return finding(CheckpointFault.SIZE_MISMATCH, "dtype x shape is not the byte range", file, name, wanted, actual)
+    return TensorInfo(name, dtype, shape, file, base + start, base + stop)
+
+
+def _dtype_problem(file: str, name: str, actual: str) -> Problem:
+    return finding(CheckpointFault.UNKNOWN_DTYPE, "unknown dtype", file, name, ", ".join(DTYPES), shown(actual))
+
+
+def _offsets_problem(file: str, name: str, actual: str) -> Problem:
+    return finding(CheckpointFault.BAD_OFFSETS, "not a byte range", file, name, "[start, stop], start <= stop", shown(actual))
 
 
 def name_problem(name: str, file: str) -> Problem | None:

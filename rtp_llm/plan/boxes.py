@@ -15,22 +15,27 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 
 def whole(shape: Shape) -> Box:
     """The box that covers a tensor of ``shape``."""
-    return tuple((0, n) for n in shape)
+    return tuple([(0, n) for n in shape])
 
 
 def extent(box: Box) -> Shape:
     """The shape of what a box holds."""
-    return tuple(b - a for a, b in box)
+    return tuple([b - a for a, b in box])
 
 
 def volume(box: Box) -> int:
     """The number of elements in a box (1 for a scalar)."""
-    return prod(b - a for a, b in box)
+    return prod([b - a for a, b in box])
 
 
 def inside(box: Box, shape: Shape) -> bool:
     """Whether a box lies within a tensor of ``shape``."""
-    return len(box) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
+    if len(box) != len(shape):
+        return False
+    for (a, b), n in zip(box, shape, strict=True):
+        if not 0 <= a <= b <= n:
+            return False
+    return True
 
 
 def shift(box: Box, origin: Shape) -> Box:

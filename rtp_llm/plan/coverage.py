@@ -15,9 +15,13 @@ def tiles(shape: Shape, boxes: Sequence[Box]) -> bool:
     """
     if len(boxes) == 1 and boxes[0] == whole(shape):
         return True
-    if not all(inside(box, shape) for box in boxes):
-        return False
-    return _tiles(shape, [box for box in boxes if volume(box)])
+    solid: list[Box] = []
+    for box in boxes:
+        if not inside(box, shape):
+            return False
+        if volume(box):
+            solid.append(box)
+    return _tiles(shape, solid)
 
 
 def _tiles(shape: Shape, boxes: list[Box]) -> bool:

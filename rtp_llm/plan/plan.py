@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import prod
 
 from rtp_llm.checkpoint.catalog import FileInfo, TensorInfo
@@ -18,6 +19,9 @@ from rtp_llm.plan.making import Stage
 from rtp_llm.plan.ops import Source
 from rtp_llm.plan.pieces import ExpertSlots, Fill, ParamSpec
 from rtp_llm.plan.ranges import parts
+
+#: Lines that are hashed by one call: calls for single ones take longer than hashing, and all at once are tens of megabytes.
+_LINES_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +232,8 @@ def transient_bytes(deliveries: Sequence[Delivery]) -> int:
 def digest(lines: Iterator[str]) -> str:
     """SHA-256 over lines, in hexadecimal."""
     sha = hashlib.sha256()
-    for line in lines:
-        sha.update(line.encode())
-        sha.update(b"\n")
+    while some := list(islice(lines, _LINES_AT_ONCE)):
+        sha.update("".join([f"{line}\n" for line in some]).encode())
     return sha.hexdigest()
 
 

@@ -6,7 +6,6 @@ dictionary keys, so that looking up 91,000 names costs 91,000 look-ups whatever 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from collections.abc import Mapping as AbstractMapping
 from dataclasses import dataclass, field
@@ -16,13 +15,15 @@ from rtp_llm.plan.boxes import Shape
 from rtp_llm.plan.faults import PlanFault
 from rtp_llm.plan.ops import Op
 
-_NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
-
 
 def template(name: str) -> tuple[str, tuple[int, ...]]:
     """A name's template and numbers: ``a.3.b`` gives ``("a.{}.b", (3,))``.  Only whole dotted parts are numbers."""
-    parts = _NUMBER.split(name)
-    return "{}".join(parts[0::2]), tuple(map(int, parts[1::2]))
+    parts, numbers = name.split("."), []
+    for i, part in enumerate(parts):
+        if part.isdecimal():
+            numbers.append(int(part))
+            parts[i] = "{}"
+    return ".".join(parts), tuple(numbers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class TensorForm:
 
     def shape(self, matrix: Matrix) -> Shape:
         """The full tensor's."""
-        return tuple(dim.size(matrix) for dim in self.dims)
+        return tuple([dim.size(matrix) for dim in self.dims])
 
     def along(self, axis: int) -> Along | None:
         """The dimension along rows or columns; None where there is none."""
@@ -139,6 +139,7 @@ def lay(form: TensorForm, matrices: Sequence[Matrix]) -> Laid:
     """
     stack = next((i for i, dim in enumerate(form.dims) if isinstance(dim, Along) and dim.axis == ROWS and not dim.whole), None)
     stacked = matrices[0].place is not None
+    divided = any(isinstance(dim, Along) and dim.partial for dim in form.dims)
     tiles: list[Piece] = []
     boxes: list[Box] = []
     at: dict[int | None, int] = {}
@@ -153,10 +154,15 @@ def lay(form: TensorForm, matrices: Sequence[Matrix]) -> Laid:
         else:
             at[matrix.place] = origin + spans[stack][1] - spans[stack][0]
         begin = [origin if i == stack else 0 for i in range(len(spans))]
-        boxes.append((*lead, *((b, b + hi - lo) for b, (lo, hi) in zip(begin, spans, strict=True))))
-        for cut in product(*(dim.cuts(matrix) for dim in form.dims)):
-            local = tuple((a - lo + b, z - lo + b) for (a, z), (lo, _), b in zip(cut, spans, begin, strict=True))
-            tiles.append(Piece(f"{matrix.slot}.{form.name}", form.shape(matrix), tuple(cut), (*lead, *local)))
+        box = (*lead, *[(b, b + hi - lo) for b, (lo, hi) in zip(begin, spans, strict=True)])
+        boxes.append(box)
+        slot, shape = f"{matrix.slot}.{form.name}", form.shape(matrix)
+        if divided:
+            for cut in product(*(dim.cuts(matrix) for dim in form.dims)):
+                local = tuple((a - lo + b, z - lo + b) for (a, z), (lo, _), b in zip(cut, spans, begin, strict=True))
+                tiles.append(Piece(slot, shape, cut, (*lead, *local)))
+        else:
+            tiles.append(Piece(slot, shape, tuple(spans), box))
         size = [at[matrix.place] if i == stack else hi - lo for i, (lo, hi) in enumerate(spans)]
         extents[matrix.place] = (at[matrix.place], *size) if stack is None else tuple(size)
     (extent,) = {*extents.values()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +41,27 @@ def layout(tensors: dict[str, tuple[str, list[int]]]) -> tuple[dict[str, Any], i
     return header, position
 
 
+#: Two spellings of JSON: Python's own, and that of safetensors, whose entries are read in one step.
+WIDELY: dict[str, Any] = {}
+CLOSELY: dict[str, Any] = {"separators": (",", ":"), "ensure_ascii": False}
+
 TENSORS = st.dictionaries(NAMES, st.tuples(st.sampled_from(sorted(DTYPES)), SHAPES), min_size=1, max_size=6)
 
 
 @SETTINGS
-@given(tensors=TENSORS, metadata=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3), spaces=st.integers(0, 3))
+@given(
+    tensors=TENSORS,
+    metadata=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
+    spaces=st.integers(0, 3),
+    written=st.sampled_from([WIDELY, CLOSELY]),
+)
 def test_valid_headers_agree_with_safetensors(
-    tmp_path: Path, tensors: dict[str, tuple[str, list[int]]], metadata: dict[str, str], spaces: int
+    tmp_path: Path, tensors: dict[str, tuple[str, list[int]]], metadata: dict[str, str], spaces: int, written: dict[str, Any]
 ) -> None:
-    """Any dtype, scalars, empty tensors, any printable name, padding: catalogue and library say the same of each
+    """Any dtype, scalars, empty tensors, any printable name, padding, any spelling: catalogue and library say the same of each
     tensor, down to its bytes."""
     header, size = layout(tensors)
-    raw = json.dumps({"__metadata__": metadata} | header).encode() + b" " * spaces
+    raw = json.dumps({"__metadata__": metadata} | header, **written).encode() + b" " * spaces
     data = bytes(i * 7 % 251 for i in range(size))
     content = len(raw).to_bytes(8, "little") + raw + data
     (tmp_path / "model.safetensors").write_bytes(content)
@@ -68,7 +78,7 @@ def test_mutated_files_are_judged_as_safetensors_does(tmp_path: Path, data: st.D
     """One byte changed, added or removed anywhere: the catalogue never raises, and what it accepts the library
     accepts too, with the same tensors."""
     header, size = layout({"a": ("BF16", [2, 3]), "b.scale": ("F32", []), "c": ("U8", [4])})
-    raw = json.dumps({"__metadata__": {"format": "pt"}} | header).encode()
+    raw = json.dumps({"__metadata__": {"format": "pt"}} | header, **data.draw(st.sampled_from([WIDELY, CLOSELY]))).encode()
     content = bytearray(len(raw).to_bytes(8, "little") + raw + bytes(size))
     at = data.draw(st.integers(0, len(content) - 1))
     kind = data.draw(st.sampled_from(["change", "insert", "remove", "cut", "swap"]))
@@ -163,3 +173,43 @@ def test_problems_of_one_file_are_bounded(tmp_path: Path) -> None:
     assert len(header.problems) == MAX_PROBLEMS + 1
     assert header.problems[-1].fault is CheckpointFault.TOO_MANY_PROBLEMS
     assert not header.complete
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        '"a":{"dtype":"U8","shape":[01],"data_offsets":[0,1]}',
+        '"a":{"dtype":"U8","shape":[-1],"data_offsets":[0,1]}',
+        '"a":{"dtype":"U8","shape":[true],"data_offsets":[0,1]}',
+        '"a":{"dtype":"U8","shape":[1.0],"data_offsets":[0,1]}',
+        '"a":{"dtype":"U8","shape":[1,],"data_offsets":[0,1]}',
+        '"a":{"dtype":"U8","shape":[1],"data_offsets":[1,0]}',
+        '"a":{"dtype":"U8","shape":[2],"data_offsets":[0,1]}',
+        '"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1,2]}',
+        '"a":{"dtype":"U8","shape":[1],"data_offsets":[0,99999999999999999999]}',
+        '"a":{"dtype":"U8","shape":[0,9999999999,9999999999],"data_offsets":[0,0]}',
+        '"a":{"dtype":"U8","shape":[' + ",".join("1" * 65) + '],"data_offsets":[0,1]}',
+        '"a":{"dtype":"Z9","shape":[1],"data_offsets":[0,1]}',
+        '"a":{"dtype":"u8","shape":[1],"data_offsets":[0,1]}',
+        '"":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}',
+        '"' + "a" * 1025 + '":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}',
+        '"\u200b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}',
+        '"__metadata__":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}',
+        '"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}',
+        '"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        '"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},',
+        '"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]} ,"b":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}',
+    ],
+)
+def test_reading_in_one_step_changes_no_verdict(tmp_path: Path, strange: str) -> None:
+    """An entry spelled as safetensors spells it, and the same with spaces, which is read piece by piece: the same tensors, and
+    the same problems word by word."""
+    found = []
+    for spelled in (strange, strange.replace('"dtype":', '"dtype": ')):
+        raw = ("{" + spelled + "}").encode()
+        raw += b" " * (2048 - len(raw))  # positions in messages must not differ by the spaces
+        (tmp_path / "file").write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(2))
+        header = read_header(tmp_path / "file", "file")
+        words = [re.sub(r"position \d+|char \d+|column \d+", "", str(problem)) for problem in header.problems]
+        found.append((words, header.tensors, header.complete))
+    assert found[0] == found[1]
