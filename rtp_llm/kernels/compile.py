@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,11 @@ from rtp_llm.kernels.faults import KernelFault
 from rtp_llm.kernels.offers import JitModule, Lack
 from rtp_llm.kernels.symbols import Symbol, called
 
-#: What compiles modules, and where they are kept: ``JitSpec`` has ``name``, ``build_dir``, ``is_aot``, ``get_library_path()``,
-#: ``get_object_paths()``.
-BUILD = Symbol("flashinfer.jit", "build_jit_specs", ("specs", "verbose"))
+#: What compiles a module.  Not ``build_jit_specs``, which compiles many at once: it leaves ninja's log elsewhere than where
+#: flashinfer's own calls look for it, and they would compile everything once more.
+_BUILD = Symbol("flashinfer.jit.core", "JitSpec.build", ("verbose",))
 _CUDA_PATH = Symbol("flashinfer.jit.cpp_ext", "get_cuda_path")
-SYMBOLS = (BUILD, _CUDA_PATH)
+SYMBOLS = (_BUILD, _CUDA_PATH)
 
 #: The run-time library that a module was linked against, in its table of names.
 _CUDART = re.compile(rb"libcudart\.so\.(\d+)")
@@ -109,7 +110,7 @@ def _usable(spec: Any, cuda: str) -> bool:
 
 
 def compile_modules(modules: Sequence[JitModule], cuda: str, watch: Progress) -> Compiled:
-    """Compiles what is not there for ``cuda`` (``13.0``), all in one go, and loads everything.
+    """Compiles what is not there for ``cuda`` (``13.0``), modules side by side, and loads everything.
 
     Processes of one host take turns; whoever comes later finds all done.
 
@@ -134,16 +135,24 @@ def compile_modules(modules: Sequence[JitModule], cuda: str, watch: Progress) ->
 
 
 def _build(specs: Sequence[tuple[JitModule, Any]], own: Sequence[Any], cuda: str) -> None:
-    try:
-        if own:
-            called(BUILD)(specs=list(own), verbose=False)
-    except (RuntimeError, OSError) as error:
-        failed = [module for module, spec in specs if not _usable(spec, cuda)]
-        tail = "\n".join(str(error).splitlines()[-_MOST_LINES:])
-        raise CompileError(Lack(KernelFault.COMPILE_FAILED, tail), failed) from error
+    """Each module by a ninja of its own, which takes all processors but for ``MAX_JOBS``: one file of some is most of the time."""
+    with ThreadPoolExecutor(max_workers=max(1, len(own)), thread_name_prefix="rtp_llm-compile") as pool:
+        errors = {spec.name: error for spec, error in zip(own, pool.map(_built, own), strict=True) if error}
+    if errors:
+        tail = "\n".join(next(iter(errors.values())).splitlines()[-_MOST_LINES:])
+        raise CompileError(Lack(KernelFault.COMPILE_FAILED, tail), [module for module, spec in specs if spec.name in errors])
     failed = [module for module, spec in specs if not _usable(spec, cuda)]
     if failed:
         raise CompileError(Lack(KernelFault.OTHER_CUDA, f"torch was built with CUDA {cuda}, the compiler belongs to another"), failed)
+
+
+def _built(spec: Any) -> str:
+    """The compiler's words where a module cannot be compiled, else nothing."""
+    try:
+        spec.build(verbose=False)
+    except (RuntimeError, OSError) as error:
+        return f"{spec.name}: {error}"
+    return ""
 
 
 def _load(specs: Sequence[tuple[JitModule, Any]]) -> None:

@@ -1,0 +1,138 @@
+"""What has to be compiled is compiled once, by the right compiler, and never at the first request; by flashinfer's own means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from rtp_llm.kernels.backends import FLASHINFER
+from rtp_llm.kernels.choose import choose
+from rtp_llm.kernels.compile import Compilation, Compiled, CompileError, cuda_major, toolless
+from rtp_llm.kernels.faults import KernelError
+from rtp_llm.kernels.offers import DeviceFacts, JitModule
+from rtp_llm.layers.norm import RMSNorm
+from rtp_llm.loader.kernels import KernelPlan, KernelSetup
+from tests.kernels.declared import NEEDS
+from tests.kernels.toolkit import Toolkit
+from tests.support.ranks import run_ranks
+
+HOPPER = DeviceFacts("cuda", (9, 0), "13.0")
+
+
+def modules() -> tuple[JitModule, ...]:
+    """Norms and rotation; the gate's module would be looked into when it is loaded, and the toolkit's has nothing in it."""
+    needs = [need for need in NEEDS if need.op in ("rms_norm", "add_rms_norm", "rotate")]
+    return tuple(dict.fromkeys(module for need in needs for module in FLASHINFER.offers[need.op].modules(need)))
+
+
+def compiled() -> Compiled:
+    assert toolless(modules(), "13.0") is None
+    return Compilation(modules(), "13.0").result(60, print, lambda: None)
+
+
+def refused() -> CompileError:
+    try:
+        compiled()
+    except CompileError as error:
+        return error
+    raise AssertionError("it was compiled")
+
+
+def _one_after_another(folder: str) -> None:
+    toolkit = Toolkit(Path(folder))
+    toolkit.install("12.9")
+    error = refused()
+    assert error.lack.fault.name == "OTHER_CUDA" and "CUDA 13.0" in error.lack.detail and error.failed == modules()
+
+    toolkit.install("13.0")
+    before = toolkit.compiled
+    made = compiled()
+    assert made.modules == made.fresh == ("norm", "rope"), "what another CUDA has left is no use"
+    files = toolkit.compiled - before
+    libraries = [Path(made.directory) / name / f"{name}.so" for name in made.modules]
+    assert [cuda_major(library) for library in libraries] == ["13", "13"]
+
+    written = [library.stat().st_mtime_ns for library in libraries]
+    again = compiled()
+    assert (again.modules, again.fresh, toolkit.compiled - before) == (("norm", "rope"), (), files)
+    assert [library.stat().st_mtime_ns for library in libraries] == written
+
+    libraries[1].unlink()
+    toolkit.refusal.touch()
+    error = refused()
+    assert error.lack.fault.name == "COMPILE_FAILED" and "no such register" in error.lack.detail
+    assert [module.generate.name for module in error.failed] == ["gen_rope_module"]
+    toolkit.refusal.unlink()
+    assert compiled().fresh == ("rope",), "only what was not there"
+
+
+def test_compiled_once_and_by_the_right_cuda(tmp_path: Path) -> None:
+    """What a compiler of another CUDA made is refused and made anew; what is there is left alone; a compiler's words reach the
+    user with the modules that they are about, and do not spoil the next try."""
+    run_ranks(1, _one_after_another, str(tmp_path), env=Toolkit(tmp_path).env)
+
+
+def _all_at_once() -> tuple[str, ...]:
+    return compiled().fresh
+
+
+def test_processes_of_a_host_take_turns(tmp_path: Path) -> None:
+    """Ranks that start together compile each module once between them, and all of them can load it."""
+    toolkit = Toolkit(tmp_path)
+    results = [result.value for result in run_ranks(2, _all_at_once, env=toolkit.env)]
+    assert sorted(results) == [(), ("norm", "rope")]
+    assert toolkit.compiled == 4, "two files each"
+
+
+def _without_tools() -> list[str]:
+    lack = toolless(modules(), "13.0")
+    assert lack is not None
+    return [lack.fault.name, lack.detail]
+
+
+def test_without_compiler(tmp_path: Path) -> None:
+    """Neither ninja nor nvcc: said before a weight is read, with the folder of a ninja that only has to be put on the path."""
+    toolkit = Toolkit(tmp_path)
+    (tmp_path / "cuda" / "bin" / "nvcc").unlink()
+    (result,) = run_ranks(1, _without_tools, env={**toolkit.env, "PATH": str(tmp_path)})
+    fault, detail = result.value
+    assert fault == "NO_COMPILER" and "ninja is not on PATH" in detail and "nvcc" in detail
+
+
+def _fallen_back(folder: str) -> None:
+    toolkit = Toolkit(Path(folder))
+    needs = tuple(need for need in NEEDS if need.op != "silu_and_mul")
+    choices = choose("auto", FLASHINFER, needs, {}, HOPPER)
+    assert compiled().fresh == ("norm", "rope")
+    toolkit.refusal.touch()
+    (toolkit.cached / "rope" / "rope.so").unlink()
+
+    setup = KernelSetup(KernelPlan("auto", choices, needs, HOPPER), speaks=False)
+    said = setup.wait(lambda: None)
+    model = nn.ModuleList([RMSNorm("norm", 8, 1e-6, dtype=torch.float32)])
+    ours = setup.bind(model, [b"", said]).choices
+    assert [(c.op, c.backend, c.fault) for c in ours if c.backend == "torch"] == [("rotate", "torch", "COMPILE_FAILED")]
+    assert "no such register" in next(c.reason for c in ours if c.op == "rotate")
+
+    toolkit.refusal.unlink()
+    sound = KernelSetup(KernelPlan("auto", choices, needs, HOPPER), speaks=False)
+    assert sound.wait(lambda: None) == b""
+    assert sound.bind(model, [said, b""]).choices == ours, "a rank that could is held to what another could not"
+
+    toolkit.refusal.touch()
+    (toolkit.cached / "rope" / "rope.so").unlink()
+    named = KernelSetup(KernelPlan("flashinfer", choices, needs, HOPPER), speaks=False)
+    try:
+        named.wait(lambda: None)
+    except KernelError as error:
+        assert [p.code for p in error.problems] == ["COMPILE_FAILED"] and "rotate" in error.problems[0].what
+    else:
+        raise AssertionError("asked for by name, and not refused")
+
+
+def test_what_cannot_be_compiled_is_done_by_torch_on_all_ranks(tmp_path: Path) -> None:
+    """Under auto one rank's compiler decides for all, and only about the operations whose module it refused; by name it is an
+    error."""
+    run_ranks(1, _fallen_back, str(tmp_path), env=Toolkit(tmp_path).env)
