@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -11,12 +12,15 @@ from rtp_llm.errors import Problem
 from rtp_llm.layers.quantised import WEIGHT, Quantisable
 from rtp_llm.plan.plan import LoadPlan
 from rtp_llm.quantization.faults import QuantizationError
+from rtp_llm.quantization.forms import Matrix
 from rtp_llm.quantization.kernels import choose_kernel
+from rtp_llm.quantization.limits import Look, holds
 from rtp_llm.quantization.scaled import Scaled
+from rtp_llm.quantization.scheme import values_of
 
 _log = logging.getLogger("rtp_llm.loader")
 
-#: What checking one value takes at most: a float32 copy, its absolute value or comparison, and a mask.
+#: What looking for what is wrong takes at most for one value: a float32 copy, its absolute value or comparison, and a mask.
 _BYTES_A_VALUE = 12
 
 
@@ -46,24 +50,34 @@ def _volume(box: tuple[tuple[int, int], ...]) -> int:
 def finish(model: nn.Module, plan: LoadPlan) -> None:
     """Checks the values of every quantised weight, and chooses what its products run on.
 
+    All values are looked at by operations that are queued, and read at once; just what is wrong is looked at again.
+
     Raises:
         QuantizationError: every scale that is no number, every index out of range.
     """
-    problems: list[Problem] = []
-    raw = {slot: source.raw for slot, source in plan.slots.items()}
-    files = {tensor.name: tensor.file for tensor in plan.tensors} if plan.quantization is not None else {}
-    for layer in model.modules():
-        if not isinstance(layer, Quantisable) or not layer.held:
-            continue
-        for matrix, found in layer.findings():
-            tensor = raw.get(f"{matrix.slot}.{found.tensor}", raw.get(f"{matrix.slot}.weight"))
-            fix = found.fix or "the checkpoint is damaged, or was written by a program that failed; take it from its source again"
-            file = files.get(tensor or "")
-            problems.append(Problem(found.fault, found.what, file, tensor, expected=found.expected, actual=found.actual, fix=fix))
-        if not problems:
-            _choose(layer)
+    layers = [layer for layer in model.modules() if isinstance(layer, Quantisable) and layer.held]
+    look = Look()
+    watched = [(layer, seen, limit) for layer in layers for seen, limit in layer.watched(look)]
+    merged = [(matrix.slot, look.add(*scales)) for layer in layers for matrix, scales in _merged(layer)]
+    numbers = look.read([seen for _, seen, _ in watched] + [seen for _, seen in merged])
+    wrong = {id(layer) for (layer, _, limit), found in zip(watched, numbers, strict=False) if not holds(limit, found)}
+    problems = [problem for layer in layers if id(layer) in wrong for problem in _problems(layer, plan)]
     if problems:
         raise QuantizationError(problems)
+    for (slot, _), scales in zip(merged, numbers[len(watched) :], strict=True):
+        _tell_merged(slot, scales)
+    for layer in layers:
+        _choose(layer)
+
+
+def _problems(layer: Quantisable, plan: LoadPlan) -> Iterator[Problem]:
+    raw = {slot: source.raw for slot, source in plan.slots.items()}
+    files = {tensor.name: tensor.file for tensor in plan.tensors}
+    for matrix, found in layer.findings():
+        tensor = raw.get(f"{matrix.slot}.{found.tensor}", raw.get(f"{matrix.slot}.weight"))
+        fix = found.fix or "the checkpoint is damaged, or was written by a program that failed; take it from its source again"
+        file = files.get(tensor or "")
+        yield Problem(found.fault, found.what, file, tensor, expected=found.expected, actual=found.actual, fix=fix)
 
 
 def _choose(layer: Quantisable) -> None:
@@ -71,18 +85,23 @@ def _choose(layer: Quantisable) -> None:
     if held is None:
         return
     tensors = [layer.tensors(WEIGHT, i) for i in range(len(held.matrices))]
-    _tell_merged(held.scheme, held.matrices[0].slot, tensors)
     weight = getattr(layer, held.scheme.forms[0].name).data
     kernel = choose_kernel(held.scheme, held.matrices, tensors, weight)
     if kernel is not None:
         layer.products[WEIGHT] = kernel
 
 
-def _tell_merged(scheme: object, slot: str, tensors: list[dict[str, torch.Tensor]]) -> None:
-    """Says by how much the scales of static activations differ that are merged to their largest."""
-    if not isinstance(scheme, Scaled) or scheme.static is None or len(tensors) < 2:
+def _merged(layer: Quantisable) -> Iterator[tuple[Matrix, list[torch.Tensor]]]:
+    """The scales of static activations that are merged to their largest, float32, with the first of the matrices that they are of."""
+    held = layer.held.get(WEIGHT)
+    if held is None or not isinstance(held.scheme, Scaled) or held.scheme.static is None or len(held.matrices) < 2:
         return
-    scales = [float(parts[scheme.static.name].float()) for parts in tensors]
+    name = held.scheme.static.name
+    yield held.matrices[0], [values_of(layer.tensors(WEIGHT, i)[name]) for i in range(len(held.matrices))]
+
+
+def _tell_merged(slot: str, scales: list[float]) -> None:
+    """Says by how much the scales differ."""
     if min(scales) != max(scales):
         ratio = max(scales) / min(scales) if min(scales) > 0 else float("inf")
         _log.info("%s and what runs with it: input scales differ by a factor of %.3g; the largest is used for all", slot, ratio)

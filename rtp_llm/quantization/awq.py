@@ -12,6 +12,7 @@ import torch
 
 from rtp_llm.quantization.declared import Declared, Fields, Group
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Fixed, Matrix, TensorForm
+from rtp_llm.quantization.limits import Limits, scale_limit
 from rtp_llm.quantization.scheme import Finding, Scheme, Stored, Tensors, bad_scales, of_dtype, required, spread, unpack
 
 METHOD = "awq"
@@ -45,6 +46,9 @@ class Awq:
             # Unpacked, zero points are laid out as scales are.
             zeros = spread(_unpacked(tensors["qzeros"]).float(), self.scales, matrix)
         return (codes - zeros) * scale
+
+    def limits(self, matrix: Matrix) -> Limits:
+        return {"scales": scale_limit(self.scales.dtype)}
 
     def check(self, tensors: Tensors, matrix: Matrix) -> Iterator[Finding]:
         yield from bad_scales(tensors, "scales")

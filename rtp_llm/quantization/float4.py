@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Matrix, TensorForm
+from rtp_llm.quantization.limits import Limits, scale_limit
 from rtp_llm.quantization.scaled import scalar
 from rtp_llm.quantization.scheme import SCALE_DTYPES, Finding, Scheme, Stored, Tensors, bad_scales, of_dtype, required, spread, values_of
 
@@ -48,6 +49,9 @@ class Float4:
             return weight
         second = tensors[self.second.name].float()
         return weight / second if self.reciprocal else weight * second
+
+    def limits(self, matrix: Matrix) -> Limits:
+        return {form.name: scale_limit(form.dtype) for form in self.forms[1:]}
 
     def check(self, tensors: Tensors, matrix: Matrix) -> Iterator[Finding]:
         yield from bad_scales(tensors, self.scale.name, *(form.name for form in (self.second, self.static) if form is not None))

@@ -14,6 +14,7 @@ import torch
 
 from rtp_llm.quantization.declared import Declared, Fields, Group
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Fixed, Matrix, TensorForm
+from rtp_llm.quantization.limits import Exactly, Limit, Limits, scale_limit
 from rtp_llm.quantization.names import Names
 from rtp_llm.quantization.packed import bad_index
 from rtp_llm.quantization.scheme import Finding, Scheme, Spec, Stored, Tensors, bad_scales, of_dtype, required, spread, unpack
@@ -56,6 +57,13 @@ class Gptq:
         if self.index is None or isinstance(groups, Fixed):
             return spread(values, self.scales, matrix)
         return values[tensors["g_idx"].long() - groups.span(matrix)[0]].t()
+
+    def limits(self, matrix: Matrix) -> Limits:
+        found: dict[str, Limit | Exactly] = {"scales": scale_limit(self.scales.dtype)}
+        if self.index is not None:
+            first, last = self.scales.dims[0].span(matrix)
+            found["g_idx"] = Limit(first, last - 1)
+        return found
 
     def check(self, tensors: Tensors, matrix: Matrix) -> Iterator[Finding]:
         yield from bad_scales(tensors, "scales")

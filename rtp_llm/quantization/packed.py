@@ -13,6 +13,7 @@ import torch
 
 from rtp_llm.quantization.faults import QuantFault
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Fixed, Matrix, TensorForm
+from rtp_llm.quantization.limits import Exactly, Limit, Limits, scale_limit
 from rtp_llm.quantization.scheme import Finding, Scheme, Stored, Tensors, bad_scales, of_dtype, required, spread, unpack
 
 _SCALES = ("float16", "bfloat16", "float32")
@@ -59,6 +60,15 @@ class Packed:
         if self.index is not None:
             return values[:, tensors[self.index.name].long()]
         return spread(values, self.scale, matrix)
+
+    def limits(self, matrix: Matrix) -> Limits:
+        found: dict[str, Limit | Exactly] = {self.scale.name: scale_limit(self.scale.dtype)}
+        if self.index is not None:
+            groups = self.scale.dims[1]
+            found[self.index.name] = Limit(0, groups.span(matrix)[1] - groups.span(matrix)[0] - 1)
+        if self.shape is not None:
+            found[self.shape.name] = Exactly(matrix.shape)
+        return found
 
     def check(self, tensors: Tensors, matrix: Matrix) -> Iterator[Finding]:
         yield from bad_scales(tensors, self.scale.name)

@@ -13,6 +13,7 @@ import torch
 
 from rtp_llm.quantization.faults import QuantFault
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Fixed, Matrix, TensorForm
+from rtp_llm.quantization.limits import Exactly, Limit, Limits, scale_limit
 from rtp_llm.quantization.scheme import (
     SCALE_DTYPES,
     Finding,
@@ -62,6 +63,12 @@ class Scaled:
 
     def dequantise(self, tensors: Tensors, matrix: Matrix) -> torch.Tensor:
         return tensors[self.weight.name].float() * spread(values_of(tensors[self.scale.name]), self.scale, matrix)
+
+    def limits(self, matrix: Matrix) -> Limits:
+        found: dict[str, Limit | Exactly] = {form.name: scale_limit(form.dtype) for form in self.forms[1:]}
+        if self.bits < 8:
+            found[self.weight.name] = Limit(-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1)
+        return found
 
     def check(self, tensors: Tensors, matrix: Matrix) -> Iterator[Finding]:
         yield from bad_scales(tensors, self.scale.name)

@@ -11,6 +11,7 @@ import torch
 from rtp_llm.plan.boxes import Shape
 from rtp_llm.quantization.faults import QuantFault
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Matrix, TensorForm
+from rtp_llm.quantization.limits import Limits
 
 #: The tensors of one matrix's shard, by name.
 Tensors = Mapping[str, torch.Tensor]
@@ -61,8 +62,11 @@ class Scheme(Protocol):
     def dequantise(self, tensors: Tensors, matrix: Matrix) -> torch.Tensor:
         """The shard's weights, float32 ``[rows, columns]``: the format's formula, rounded once."""
 
+    def limits(self, matrix: Matrix) -> Limits:
+        """What the values of its tensors have to be, for those that are looked at: scales, indices, codes of few bits."""
+
     def check(self, tensors: Tensors, matrix: Matrix) -> Iterator[Finding]:
-        """What is wrong with the values: scales that are no numbers, indices out of range."""
+        """What is wrong with values that are not within their limits; waits for the device."""
 
 
 class Spec(Protocol):

@@ -1,0 +1,78 @@
+"""What values a tensor may have, so that all tensors of a model are checked with one look at the device.
+
+An extreme is two operations and no copy, whatever the tensor's size; reading a number waits for the device, and is done once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+#: The largest byte of a scale of eight bits that is a number and not negative: E4M3 has one NaN, 0x7F, beside the sign; E8M0 is all
+#: exponent, and 0xFF its NaN.
+_LARGEST_BYTE = {"float8_e4m3fn": 0x7E, "float8_e8m0fnu": 0xFE, "uint8": 0xFE}
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Every element is between the two, which count bytes where the dtype is a float of eight bits."""
+
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class Exactly:
+    """The elements are these."""
+
+    values: tuple[int, ...]
+
+
+#: By the tensor's name behind the matrix's slot.
+Limits = Mapping[str, Limit | Exactly]
+
+
+def scale_limit(dtype: str) -> Limit:
+    """A scale, of torch's dtype of this name, is a finite number and not negative; ``uint8`` are exponents."""
+    byte = _LARGEST_BYTE.get(dtype)
+    return Limit(0, torch.finfo(getattr(torch, dtype)).max if byte is None else byte)
+
+
+#: Where in what is read some numbers stand: their dtype, the first, and behind the last.
+Seen = tuple[torch.dtype, int, int]
+
+
+class Look:
+    """Collects numbers on a device, and reads all of them at once."""
+
+    def __init__(self) -> None:
+        self._parts: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._sizes: dict[torch.dtype, int] = {}
+
+    def add(self, *numbers: torch.Tensor) -> Seen:
+        """Tensors of one dtype, to be read as one list; the result is what :meth:`read` knows them by."""
+        flat = [number.reshape(-1) for number in numbers]
+        dtype = flat[0].dtype
+        start = self._sizes.get(dtype, 0)
+        self._parts.setdefault(dtype, []).extend(flat)
+        self._sizes[dtype] = start + sum(part.numel() for part in flat)
+        return dtype, start, self._sizes[dtype]
+
+    def extremes(self, tensor: torch.Tensor) -> Seen:
+        """Adds the least and the largest element, of floats of eight bits the bytes; ``tensor`` has one element at least."""
+        bits = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point else tensor
+        return self.add(*torch.aminmax(bits))
+
+    def read(self, seen: Sequence[Seen]) -> list[list[float]]:
+        """The numbers of each: one wait for each dtype."""
+        read = {dtype: torch.cat(parts).tolist() for dtype, parts in self._parts.items()}
+        return [read[dtype][start:stop] for dtype, start, stop in seen]
+
+
+def holds(limit: Limit | Exactly, numbers: list[float]) -> bool:
+    """Whether extremes, or the elements themselves, are as they should be.  NaN never is."""
+    if isinstance(limit, Exactly):
+        return tuple(numbers) == limit.values
+    return limit.least <= numbers[0] and numbers[1] <= limit.most
