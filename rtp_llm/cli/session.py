@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from rtp_llm.cli.options import Settings, output_of, resolve
-from rtp_llm.cli.output import Output, pairs, size
+from rtp_llm.cli.options import output_of, resolve
+from rtp_llm.cli.output import pairs, size
 from rtp_llm.cli.progress import choose_progress
 from rtp_llm.cli.ranks import launched
 from rtp_llm.config import LoadConfig
 
 if TYPE_CHECKING:
+    from rtp_llm.layers.cache import CacheSize
     from rtp_llm.loader import LoadedModel
 
 T = TypeVar("T")
@@ -39,33 +40,33 @@ def load_for(
     flags: Mapping[str, Any],
     prepare: Callable[[], T],
     refine: Callable[[LoadConfig], LoadConfig] = lambda load: load,
+    cache: Callable[[T], CacheSize] | None = None,
 ) -> tuple[LoadedModel, T]:
     """The loaded model and what ``prepare`` made, with the settings told and progress shown on stderr.
 
-    ``prepare`` reads small files and refuses what the checkpoint cannot do.  A process alone checks files and prepares
-    before it loads, so that errors come at once.  One of several ranks loads first, and what it finds then is everyone's
-    error, since the others would wait for a rank that has left.
-    ``refine`` may settle what the user left open.
+    ``prepare`` reads small files and refuses what the checkpoint cannot do, before anything is loaded.  A process alone does so
+    before torch is imported; what one of several ranks finds is everyone's error, since the others would wait for it.
+    ``refine`` may settle what the user left open; ``cache`` says what has to fit beside the weights.
     """
     output = output_of(context)
     settings = resolve(flags, os.environ)
     output.note(settings.text())
+    made: list[T] = []
+
+    def ready() -> CacheSize | None:
+        if not made:
+            check_checkpoint(checkpoint)
+            made.append(prepare())
+        return None if cache is None else cache(made[0])
+
     if launched(os.environ) is None:
-        check_checkpoint(checkpoint)
-        prepared = prepare()
-        return _load(checkpoint, settings, output, refine), prepared
-    loaded = _load(checkpoint, settings, output, refine)
-    with loaded.world.watch() as watch:
-        prepared = prepare()
-        watch.exchange(b"prepared")
-    return loaded, prepared
+        ready()
 
-
-def _load(checkpoint: str, settings: Settings, output: Output, refine: Callable[[LoadConfig], LoadConfig]) -> LoadedModel:
     from rtp_llm.loader import load_model
 
     progress = choose_progress(settings.load.progress, output.speaks)
-    return load_model(Path(checkpoint), parallel=settings.parallel, load=refine(settings.load), progress=progress)
+    loaded = load_model(Path(checkpoint), parallel=settings.parallel, load=refine(settings.load), progress=progress, cache=ready)
+    return loaded, made[0]
 
 
 def place(document: Mapping[str, Any]) -> str:

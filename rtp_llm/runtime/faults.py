@@ -14,4 +14,5 @@ class RuntimeFault(Enum):
     BAD_PROMPT = "a prompt that the model cannot take"
     WRONG_KIND = "the model is not made for what is asked"
     BAD_GENERATION_CONFIG = "the settings for generation make no sense"
+    BAD_SAMPLING = "a way to choose tokens that makes no sense"
     BAD_POOLING = "the sentence-transformers files ask for something that is not there"

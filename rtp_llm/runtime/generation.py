@@ -1,12 +1,41 @@
-"""Greedy generation with a KV cache: enough of a runtime to show that the weights are right."""
+"""Generation for several prompts at once: a sequence that has ended gives its place to the next prompt.
+
+Prompts go through the model one by one (those of equal length together), all running sequences then advance together, one
+token a pass.  What a sequence says does not depend on its neighbours, but for the last bits of the arithmetic.
+"""
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Protocol
 
 import torch
+
+from rtp_llm.kernels.paging import pages_for
+from rtp_llm.layers.cache import CacheSize, PagedCache
+from rtp_llm.runtime.sampling import Sampler, Sampling, choose
+
+#: Tokens of prompts that go through the model in one pass, unless one prompt alone has more: enough to fill a GPU, and a bound
+#: on what activations take.
+PREFILL_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt, at least one token; the most tokens to add, at least 1; and how to choose them."""
+
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling = Sampling()
+
+    @property
+    def length(self) -> int:
+        """Tokens that the cache has to hold: the last new one is never fed back."""
+        return len(self.prompt_ids) + self.max_new_tokens - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,31 +46,168 @@ class Answer:
     finish_reason: str
 
 
-@torch.inference_mode()
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to request number ``index``: a new ``token``, or, at its end, the whole ``answer``."""
+
+    index: int
+    token: int | None = None
+    answer: Answer | None = None
+
+
+@dataclass(slots=True)
+class Pace:
+    """Tokens and seconds: of prompts, and of passes that add one token to each sequence."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def per_second(self) -> float | None:
+        """Tokens a second; None where nothing was measured."""
+        return self.tokens / self.seconds if self.seconds else None
+
+
+class Decoder(Protocol):
+    """A pass that adds one token to each of several sequences; see :mod:`rtp_llm.runtime.graphs` for another one."""
+
+    def __call__(self, tokens: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
+        """Logits ``[sequences, vocab]`` behind one token for each of the cache's ``slots``."""
+
+
+class EagerDecoder:
+    """The model's own forward pass."""
+
+    def __init__(self, model: Any, cache: PagedCache) -> None:
+        self._model, self._cache = model, cache
+
+    def __call__(self, tokens: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
+        ids = torch.tensor(tokens, dtype=torch.long)[:, None].to(self._cache.device)
+        logits: torch.Tensor = self._model(ids, self._cache, slots)[:, -1]
+        return logits
+
+
+@dataclass(slots=True)
+class _Sequence:
+    index: int
+    request: Request
+    slot: int
+    sampler: Sampler
+    ids: list[int] = field(default_factory=list)
+
+
+def cache_size(requests: Sequence[Request], batch_size: int) -> CacheSize:
+    """The cache in which ``batch_size`` of these requests can run at a time, whichever they are."""
+    slots = min(batch_size, len(requests))
+    lengths = sorted((request.length for request in requests), reverse=True)
+    return CacheSize(slots, sum(map(pages_for, lengths[:slots])), lengths[0])
+
+
+class Generation:
+    """Answers to ``requests``, by a causal ``model``, in a ``cache`` that holds no sequence yet.
+
+    Under tensor parallelism every rank does this alike, and gets the same answers.  ``stop_ids`` are tokens that end an answer.
+    ``prefill`` and ``decode`` say how fast it was.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        requests: Sequence[Request],
+        cache: PagedCache,
+        *,
+        stop_ids: Collection[int] = (),
+        decoder: Decoder | None = None,
+    ) -> None:
+        self._model, self._cache, self._stop_ids = model, cache, frozenset(stop_ids)
+        self._decoder = decoder or EagerDecoder(model, cache)
+        self._waiting = deque(enumerate(requests))
+        self._running: list[_Sequence] = []
+        self.prefill, self.decode = Pace(), Pace()
+
+    def events(self) -> Iterator[Event]:
+        """Everything that happens, in its order; may be iterated once.
+
+        Raises:
+            ForwardError: a request that the cache would not hold if it were alone there.
+        """
+        while self._waiting or self._running:
+            for together in _alike(self._admitted()):
+                yield from self._advanced(together, self._first(together))
+            if self._running:
+                yield from self._advanced(list(self._running), self._next(self._running))
+
+    def _admitted(self) -> list[_Sequence]:
+        """Takes prompts in, in their order, while there is room for the whole of their answers."""
+        started: list[_Sequence] = []
+        while self._waiting and self._cache.free_slots:
+            index, request = self._waiting[0]
+            if pages_for(request.length) > self._cache.free_pages and (self._running or started):
+                break
+            slot = self._cache.take(request.length)
+            self._waiting.popleft()
+            started.append(_Sequence(index, request, slot, Sampler(request.sampling)))
+        self._running += started
+        return started
+
+    @torch.inference_mode()
+    def _first(self, started: Sequence[_Sequence]) -> list[int]:
+        began = time.perf_counter()
+        ids = torch.tensor([s.request.prompt_ids for s in started], dtype=torch.long).to(self._cache.device)
+        logits = self._model(ids, self._cache, [s.slot for s in started], last=True)[:, -1]
+        tokens = choose(logits, [s.sampler for s in started])
+        self.prefill.tokens += ids.numel()
+        self.prefill.seconds += time.perf_counter() - began
+        return tokens
+
+    @torch.inference_mode()
+    def _next(self, running: Sequence[_Sequence]) -> list[int]:
+        began = time.perf_counter()
+        logits = self._decoder([s.ids[-1] for s in running], [s.slot for s in running])
+        tokens = choose(logits, [s.sampler for s in running])
+        self.decode.tokens += len(tokens)
+        self.decode.seconds += time.perf_counter() - began
+        return tokens
+
+    def _advanced(self, sequences: Sequence[_Sequence], tokens: Sequence[int]) -> Iterator[Event]:
+        for sequence, token in zip(sequences, tokens, strict=True):
+            ended = token in self._stop_ids
+            if not ended:
+                sequence.ids.append(token)
+                yield Event(sequence.index, token=token)
+            if ended or len(sequence.ids) == sequence.request.max_new_tokens:
+                self._running.remove(sequence)
+                self._cache.release(sequence.slot)
+                yield Event(sequence.index, answer=Answer(tuple(sequence.ids), "stop" if ended else "length"))
+
+
+def _alike(started: Sequence[_Sequence]) -> Iterator[list[_Sequence]]:
+    """Those whose prompts are equally long, as many at a time as one pass is to take."""
+    by_length = sorted(started, key=lambda s: len(s.request.prompt_ids))
+    for length, same in groupby(by_length, key=lambda s: len(s.request.prompt_ids)):
+        group, most = list(same), max(1, PREFILL_TOKENS // length)
+        yield from (group[i : i + most] for i in range(0, len(group), most))
+
+
+def generate_all(model: Any, requests: Sequence[Request], *, stop_ids: Collection[int] = (), batch_size: int = 8) -> list[Answer]:
+    """The answers to all requests, in their order, ``batch_size`` sequences at a time."""
+    if not requests:
+        return []
+    cache = model.cache_of(cache_size(requests, batch_size))
+    answers: dict[int, Answer] = {}
+    for event in Generation(model, requests, cache, stop_ids=stop_ids).events():
+        if event.answer is not None:
+            answers[event.index] = event.answer
+    return [answers[index] for index in range(len(requests))]
+
+
 def generate(model: Any, prompt_ids: Sequence[int], max_new_tokens: int, stop_ids: Collection[int] = ()) -> Answer:
-    """The most likely continuation of a prompt, token by token.
+    """The most likely continuation of one prompt.
 
     Args:
-        model: a causal model with ``new_cache(batch, max_length)`` and ``model(input_ids, cache)`` -> logits
-            ``[batch, seq, vocab]``.  Under tensor parallelism every rank calls this alike, and gets the same answer.
+        model: a causal model.  Under tensor parallelism every rank calls this alike, and gets the same answer.
         prompt_ids: token ids, at least one.
         max_new_tokens: the most tokens to add, at least 1.
         stop_ids: tokens that end the answer.
     """
-    ids: list[int] = []
-    for token in _tokens(model, prompt_ids, max_new_tokens):
-        if token in stop_ids:
-            return Answer(tuple(ids), "stop")
-        ids.append(token)
-    return Answer(tuple(ids), "length")
-
-
-def _tokens(model: Any, prompt_ids: Sequence[int], count: int) -> Iterator[int]:
-    device = next(model.parameters()).device
-    # The last new token is never fed back, so it needs no room.
-    cache = model.new_cache(1, len(prompt_ids) + count - 1)
-    fed = torch.tensor([list(prompt_ids)], dtype=torch.long, device=device)
-    for _ in range(count):
-        token = int(model(fed, cache)[0, -1].argmax())
-        yield token
-        fed = torch.tensor([[token]], dtype=torch.long, device=device)
+    return generate_all(model, [Request(tuple(prompt_ids), max_new_tokens)], stop_ids=stop_ids)[0]

@@ -19,6 +19,10 @@ _TOKENIZER_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, I
 _TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
+#: What decoders put in the place of bytes that are no character yet.
+_INCOMPLETE = "\ufffd"
+
+
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer.  Local files only, and code from the checkpoint is never run.
 
@@ -81,3 +85,35 @@ def _chat(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 
 def _plain(ids: Sequence[Any]) -> list[int]:
     return [int(i) for i in ids]
+
+
+class TextStream:
+    """Text of a growing list of tokens, as soon as it is certain.
+
+    A character may be split over tokens, and what a token says may depend on the one before it (a leading space): so each piece
+    of text is decoded together with the piece before it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = self._told = 0
+
+    def add(self, token: int) -> str:
+        """The text that is certain since the last call; empty while a character is incomplete."""
+        self._ids.append(token)
+        return self._since(_INCOMPLETE)
+
+    def end(self) -> str:
+        """What is left when no more tokens come."""
+        return self._since(None)
+
+    def _since(self, hold: str | None) -> str:
+        before, now = self._decoded(self._ids[self._start : self._told]), self._decoded(self._ids[self._start :])
+        if len(now) <= len(before) or (hold is not None and now.endswith(hold)):
+            return ""
+        self._start, self._told = self._told, len(self._ids)
+        return now[len(before) :]
+
+    def _decoded(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))

@@ -2,63 +2,116 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from rtp_llm.cli.options import LOADING, checkpoint_argument, common, output_of, setting_options
-from rtp_llm.cli.output import printable
+from rtp_llm.cli.output import Output, printable
 from rtp_llm.cli.session import load_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rtp_llm.runtime.limits import Limits
+    from rtp_llm.layers.cache import CacheSize
+    from rtp_llm.runtime.generation import Answer, Generation, Pace, Request
+    from rtp_llm.runtime.sampling import Sampling
 
 _EXAMPLES = """\b
 Examples:
   rtp-llm generate ./SmolLM2-135M-Instruct --prompt "What is the capital of France?"
   rtp-llm generate ./SmolLM2-135M --raw --prompt "Once upon a time" --max_new_tokens 50
+  rtp-llm generate ./SmolLM2-135M-Instruct --prompts_file questions.txt --batch_size 16 --json
+  rtp-llm generate ./SmolLM2-135M-Instruct --prompt "Tell me a story" --temperature 0.8 --top_p 0.95 --seed 7
   torchrun --nproc-per-node 3 -m rtp_llm.cli generate ./SmolLM2-135M-Instruct --prompt "Hello"
 """
+
+#: The largest seed that generators take.
+_MOST_SEED = 2**63 - 1
+#: More sequences at a time than any decode step gains from.
+_MOST_BATCH = 4096
+#: Characters of a prompt that stand above its answer, where there are several.
+_TITLE = 72
 
 
 @click.command(short_help="Generate text with a causal language model.", epilog=_EXAMPLES)
 @checkpoint_argument
-@click.option("--prompt", required=True, help="What to say to the model.")
+@click.option("--prompt", "prompts", multiple=True, help="What to say to the model; may be given several times.")
+@click.option("--prompts_file", type=click.Path(exists=True, dir_okay=False), help="Prompts, one a line, after those of --prompt.")
 @click.option("--max_new_tokens", type=click.IntRange(1, 1_000_000), default=128, show_default=True, help="Stop after this many tokens.")
 @click.option("--raw", is_flag=True, help="Give the prompt as it is, without the chat template.")
+@click.option(
+    "--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="0 is greedy; else what scores are divided by."
+)
+@click.option("--top_k", type=click.IntRange(0), default=0, show_default=True, help="Draw from this many tokens at most; 0 from all.")
+@click.option(
+    "--top_p",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Draw from as few tokens as have this much of the probability.",
+)
+@click.option("--seed", type=click.IntRange(0, _MOST_SEED), default=0, show_default=True, help="Of each prompt's own random numbers.")
+@click.option(
+    "--batch_size", type=click.IntRange(1, _MOST_BATCH), default=8, show_default=True, help="The most sequences that run at a time."
+)
+@click.option("--stream/--no_stream", default=None, help="Print text as it comes; the default on a terminal.")
 @setting_options(*LOADING)
 @common
 @click.pass_context
-def generate(context: click.Context, /, checkpoint: str, prompt: str, max_new_tokens: int, raw: bool, **flags: Any) -> int:
-    """Generate text with the checkpoint directory CKPT, greedily: the most likely token each time.
+def generate(
+    context: click.Context,
+    /,
+    checkpoint: str,
+    prompts: tuple[str, ...],
+    prompts_file: str | None,
+    max_new_tokens: int,
+    raw: bool,
+    batch_size: int,
+    stream: bool | None,
+    **flags: Any,
+) -> int:
+    """Generate text with the checkpoint directory CKPT, greedily unless there is a --temperature.
 
-    The prompt goes through the checkpoint's chat template; a checkpoint without one needs --raw.
+    Prompts go through the checkpoint's chat template; a checkpoint without one needs --raw. A sequence that has ended gives its
+    place to the next prompt, and answers are printed in the order of the prompts.
     """
-    loaded, task = load_for(context, checkpoint, flags, lambda: _prepare(checkpoint, prompt, raw))
+    if not prompts and prompts_file is None:
+        raise click.UsageError("give --prompt or --prompts_file", context)
+    asked = _Asked(
+        prompts, prompts_file, max_new_tokens, raw, {name: flags.pop(name) for name in ("temperature", "top_k", "top_p", "seed")}
+    )
+    loaded, task = load_for(
+        context, checkpoint, flags, lambda: _prepare(checkpoint, asked), cache=lambda prepared: prepared.cache_size(batch_size)
+    )
 
-    from rtp_llm.runtime.generation import generate as complete
+    from rtp_llm.runtime.generation import Generation
 
-    room = task.limits.room(len(task.prompt_ids), max_new_tokens)
-    began = time.monotonic()
-    answer = complete(loaded.model, task.prompt_ids, room, task.stop_ids)
-    seconds = time.monotonic() - began
-    text = task.tokenizer.decode(list(answer.ids), skip_special_tokens=True)
-    document = {
-        "prompt": prompt,
-        "text": text,
-        "prompt_tokens": len(task.prompt_ids),
-        "new_tokens": len(answer.ids),
-        "finish_reason": answer.finish_reason,
-        "seconds": seconds,
-        "tokens_per_s": len(answer.ids) / seconds if seconds else None,
-        "load": loaded.report.to_json(),
-    }
-    output_of(context).emit(document, lambda: click.echo(printable(text, keep="\n\t")))
+    output = output_of(context)
+    model: Any = loaded.model
+    cache = model.cache_of(task.cache_size(batch_size))
+    generation = Generation(model, task.requests, cache, stop_ids=task.stop_ids)
+    shown = not output.json and (sys.stdout.isatty() if stream is None else stream)
+    answers = _run(generation, task, _Printer(task, output) if shown else None)
+    document = _document(task, answers, generation) | {"load": loaded.report.to_json()}
+    output.emit(document, lambda: None if shown else _print(task, answers))
+    output.note(f"prefill {_told(generation.prefill)}; decode {_told(generation.decode)}")
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the flags say."""
+
+    prompts: tuple[str, ...]
+    prompts_file: str | None
+    max_new_tokens: int
+    raw: bool
+    sampling: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +119,168 @@ class _Task:
     """What to say to the model, and when it has answered."""
 
     tokenizer: PreTrainedTokenizerBase
-    prompt_ids: list[int]
+    prompts: tuple[str, ...]
+    requests: tuple[Request, ...]
     stop_ids: frozenset[int]
-    limits: Limits
+
+    def cache_size(self, batch_size: int) -> CacheSize:
+        from rtp_llm.runtime.generation import cache_size
+
+        return cache_size(self.requests, batch_size)
+
+    def text(self, answer: Answer) -> str:
+        return str(self.tokenizer.decode(list(answer.ids), skip_special_tokens=True))
+
+    def title(self, index: int) -> str:
+        """A line above an answer, where there are several."""
+        first = self.prompts[index].strip().partition("\n")[0]
+        return f"--- {index + 1}: {printable(first[:_TITLE])}" if len(self.prompts) > 1 else ""
 
 
-def _prepare(checkpoint: str, prompt: str, raw: bool) -> _Task:
+def _prepare(checkpoint: str, asked: _Asked) -> _Task:
     from rtp_llm.runtime.limits import generation_limits, require_kind, stop_tokens
-    from rtp_llm.runtime.tokenizer import encode_prompt, load_tokenizer
+    from rtp_llm.runtime.sampling import Sampling
+    from rtp_llm.runtime.tokenizer import load_tokenizer
 
     require_kind(checkpoint, "causal")
+    sampling = Sampling(**asked.sampling)
+    prompts = _prompts(asked)
     tokenizer = load_tokenizer(checkpoint)
-    prompt_ids = encode_prompt(tokenizer, prompt, raw=raw)
-    limits = generation_limits(checkpoint)
-    limits.check(prompt_ids)
-    return _Task(tokenizer, prompt_ids, stop_tokens(checkpoint, tokenizer.eos_token_id), limits)
+    requests = _requests(prompts, tokenizer, asked, sampling, generation_limits(checkpoint))
+    return _Task(tokenizer, prompts, requests, stop_tokens(checkpoint, tokenizer.eos_token_id))
+
+
+def _prompts(asked: _Asked) -> tuple[str, ...]:
+    """All prompts in their order; blank lines of a file are none."""
+    from rtp_llm.errors import ConfigError, Problem
+    from rtp_llm.runtime.faults import RuntimeFault
+
+    if asked.prompts_file is None:
+        return asked.prompts
+    try:
+        lines = Path(asked.prompts_file).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        problem = Problem(RuntimeFault.BAD_PROMPT, "the prompts are not text", file=asked.prompts_file, expected="UTF-8", actual=str(error))
+        raise ConfigError(problem) from error
+    found = (*asked.prompts, *(line for line in lines if line.strip()))
+    if not found:
+        problem = Problem(RuntimeFault.BAD_PROMPT, "no prompts", file=asked.prompts_file, expected="one a line", actual="blank lines")
+        raise ConfigError(problem)
+    return found
+
+
+def _requests(
+    prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase, asked: _Asked, sampling: Sampling, limits: Any
+) -> tuple[Request, ...]:
+    """A request for each prompt.
+
+    Raises:
+        ConfigError: with everything that is wrong with any of them.
+    """
+    from rtp_llm.errors import ConfigError, Problem
+    from rtp_llm.runtime.generation import Request
+    from rtp_llm.runtime.tokenizer import encode_prompt
+
+    requests: list[Request] = []
+    problems: list[Problem] = []
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            ids = encode_prompt(tokenizer, prompt, raw=asked.raw)
+            limits.check(ids)
+            requests.append(Request(tuple(ids), limits.room(len(ids), asked.max_new_tokens), sampling))
+        except ConfigError as error:
+            where = f"prompt {number}: " if len(prompts) > 1 else ""
+            problems += [replace(problem, what=where + problem.what) for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return tuple(requests)
+
+
+def _run(generation: Generation, task: _Task, printer: _Printer | None) -> list[Answer]:
+    answers: dict[int, Answer] = {}
+    for event in generation.events():
+        if printer is not None:
+            printer.take(event.index, event.token)
+        if event.answer is not None:
+            answers[event.index] = event.answer
+    return [answers[index] for index in range(len(task.requests))]
+
+
+class _Printer:
+    """Prints text as it comes: of one answer at a time, in the order of the prompts, while that of later ones is kept."""
+
+    def __init__(self, task: _Task, output: Output) -> None:
+        from rtp_llm.runtime.tokenizer import TextStream
+
+        self._task, self._output = task, output
+        self._streams = [TextStream(task.tokenizer) for _ in task.requests]
+        self._kept = [""] * len(task.requests)
+        self._ended = [False] * len(task.requests)
+        self._at = 0
+        self._begun = False
+
+    def take(self, index: int, token: int | None) -> None:
+        """A token of an answer; None where it has ended."""
+        stream = self._streams[index]
+        self._ended[index] = token is None
+        self._kept[index] += stream.end() if token is None else stream.add(token)
+        while self._at < len(self._kept):
+            self._print()
+            if not self._ended[self._at]:
+                return
+            self._say("\n")
+            self._at += 1
+            self._begun = False
+
+    def _print(self) -> None:
+        title = self._task.title(self._at)
+        if title and not self._begun:
+            self._say(f"{title}\n")
+        self._begun = True
+        self._say(printable(self._kept[self._at], keep="\n\t"))
+        self._kept[self._at] = ""
+
+    def _say(self, text: str) -> None:
+        if text and self._output.speaks:
+            click.echo(text, nl=False)
+
+
+def _print(task: _Task, answers: Sequence[Answer]) -> None:
+    for index, answer in enumerate(answers):
+        title = task.title(index)
+        if title:
+            click.echo(title)
+        click.echo(printable(task.text(answer), keep="\n\t"))
+
+
+def _document(task: _Task, answers: Sequence[Answer], generation: Generation) -> dict[str, Any]:
+    """What ``--json`` prints; see docs/json.md."""
+    entries = [
+        {
+            "prompt": prompt,
+            "text": task.text(answer),
+            "prompt_tokens": len(request.prompt_ids),
+            "new_tokens": len(answer.ids),
+            "finish_reason": answer.finish_reason,
+        }
+        for prompt, request, answer in zip(task.prompts, task.requests, answers, strict=True)
+    ]
+    seconds = generation.prefill.seconds + generation.decode.seconds
+    new = sum(len(answer.ids) for answer in answers)
+    return {
+        # What there was before there were several; the fields stay.
+        **entries[0],
+        "answers": entries,
+        "seconds": seconds,
+        "tokens_per_s": new / seconds if seconds else None,
+        "prefill": _pace(generation.prefill),
+        "decode": _pace(generation.decode),
+    }
+
+
+def _told(pace: Pace) -> str:
+    return f"{pace.tokens} tokens in {pace.seconds:.2f} s" + (f", {pace.per_second:.1f} a second" if pace.per_second else "")
+
+
+def _pace(pace: Pace) -> dict[str, Any]:
+    return {"tokens": pace.tokens, "seconds": pace.seconds, "tokens_per_s": pace.per_second}

@@ -1,0 +1,118 @@
+"""Temperature, top-k and top-p are those of transformers; draws follow the probabilities, the seed, and nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from rtp_llm.errors import ConfigError
+from rtp_llm.runtime.sampling import Sampler, Sampling, choose, remaining
+
+VOCAB = 37
+
+
+def scores(rows: int, seed: int) -> torch.Tensor:
+    """Logits that spread as those of a model do."""
+    return 3 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def by_transformers(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The probabilities that transformers would draw from."""
+    ids = torch.zeros(len(logits), 1, dtype=torch.long)
+    logits = TemperatureLogitsWarper(float(sampling.temperature))(ids, logits)
+    if sampling.top_k:
+        logits = TopKLogitsWarper(sampling.top_k)(ids, logits)
+    if sampling.top_p < 1:
+        logits = TopPLogitsWarper(sampling.top_p)(ids, logits)
+    return logits.softmax(-1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    temperature=st.floats(0.05, 5),
+    top_k=st.integers(0, VOCAB + 3),
+    top_p=st.floats(0.01, 1),
+    seed=st.integers(0, 2**16),
+    ties=st.booleans(),
+)
+def test_what_remains_is_what_transformers_leaves(temperature: float, top_k: int, top_p: float, seed: int, ties: bool) -> None:
+    """The same tokens with the same probabilities, in float32 to rounding; tokens that score like the last of top-k stay."""
+    logits = scores(3, seed)
+    if ties:
+        logits = logits.round()
+    sampling = Sampling(temperature, top_k, top_p)
+    ordered, order = remaining(logits, [sampling] * 3)
+    got = torch.zeros_like(logits).scatter(1, order, ordered)
+    wanted = by_transformers(logits, sampling)
+    for row in range(3):
+        ours, theirs = got[row][got[row] > 0].sort().values, wanted[row][wanted[row] > 0].sort().values
+        # Where probabilities come to top_p within rounding one token more or less is right, and of equal ones any.
+        assert abs(len(ours) - len(theirs)) <= 1
+        if len(ours) == len(theirs):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+            assert ties or torch.equal(got[row] > 0, wanted[row] > 0)
+
+
+def test_rows_have_their_own_settings() -> None:
+    """One batch, four ways to choose: each row is left what it would be left alone."""
+    logits = scores(4, 5)
+    ways = [Sampling(), Sampling(0.7), Sampling(1.3, top_k=4), Sampling(1.0, top_p=0.6)]
+    ordered, order = remaining(logits, ways)
+    for row, sampling in enumerate(ways[1:], 1):
+        alone, tokens = remaining(logits[row : row + 1], [sampling])
+        assert torch.equal(alone[0], ordered[row]) and torch.equal(tokens[0], order[row])
+    samplers = [Sampler(way) for way in ways]
+    for _ in range(50):
+        tokens_drawn = choose(logits, samplers)
+        assert tokens_drawn[0] == logits[0].argmax()
+        assert tokens_drawn[2] in logits[2].topk(4).indices
+
+
+def test_draws_follow_the_probabilities() -> None:
+    """20,000 draws: every frequency within five standard deviations of its probability."""
+    logits, sampling, draws = scores(1, 8), Sampling(1.5, top_k=9, top_p=0.95), 20_000
+    sampler = Sampler(sampling)
+    counts = torch.bincount(torch.tensor(choose(logits.expand(draws, -1), [sampler] * draws)), minlength=VOCAB)
+    for probability, count in zip(by_transformers(logits, sampling)[0].tolist(), counts.tolist(), strict=True):
+        assert abs(count - draws * probability) <= 5 * math.sqrt(draws * probability * (1 - probability)) + 1e-9
+
+
+def test_a_seed_is_an_answer() -> None:
+    """The same seed draws the same, whatever stands in the rows beside it; another one draws something else."""
+
+    def drawn(seed: int, beside: int) -> list[int]:
+        samplers = [Sampler(Sampling(2.0, seed=s)) for s in (seed, *range(beside))]
+        return [choose(scores(len(samplers), 3)[: len(samplers)].index_fill(0, torch.tensor([0]), 0.5), samplers)[0] for _ in range(20)]
+
+    assert drawn(7, 0) == drawn(7, 3)
+    assert drawn(7, 0) != drawn(8, 0)
+
+
+def test_greedy_is_the_best_and_draws_nothing() -> None:
+    """Temperature 0 takes the likeliest token, and so does drawing from one."""
+    logits = scores(5, 1)
+    assert choose(logits, [Sampler(Sampling())] * 5) == logits.argmax(-1).tolist()
+    assert choose(logits, [Sampler(Sampling(1.0, top_k=1, seed=3))] * 5) == logits.argmax(-1).tolist()
+    assert choose(logits, [Sampler(Sampling(1.0, top_p=1e-6, seed=3))] * 5) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"temperature": -0.1}, ["temperature"]),
+        ({"temperature": math.nan}, ["temperature"]),
+        ({"temperature": math.inf, "top_k": -1, "top_p": 0.0, "seed": -1}, ["seed", "temperature", "top_k", "top_p"]),
+        ({"temperature": 1.0, "top_p": 1.1}, ["top_p"]),
+        ({"top_k": 5, "top_p": 0.9}, ["top_k and top_p"]),
+    ],
+)
+def test_what_makes_no_sense_is_refused(values: dict[str, float], named: list[str]) -> None:
+    """Everything at once; and a choice among tokens that greedy answers do not have is not ignored."""
+    with pytest.raises(ConfigError) as caught:
+        Sampling(**values)  # type: ignore[arg-type]
+    assert sorted(problem.what.partition(" is ")[0].partition(" without ")[0] for problem in caught.value.problems) == named
