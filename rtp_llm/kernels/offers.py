@@ -23,6 +23,12 @@ class DeviceFacts:
     cuda: str | None = None
 
 
+def device_facts(device: torch.device) -> DeviceFacts:
+    """What back ends ask of a device."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return DeviceFacts(device.type, capability, torch.version.cuda)
+
+
 @dataclass(frozen=True, slots=True)
 class JitModule:
     """A module of kernels that a back end compiles when it is first needed.

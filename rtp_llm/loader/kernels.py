@@ -18,8 +18,10 @@ from rtp_llm.kernels.compile import SYMBOLS, Compilation, Compiled, CompileError
 from rtp_llm.kernels.faults import KernelError
 from rtp_llm.kernels.interface import kernel_needs
 from rtp_llm.kernels.needs import Need
-from rtp_llm.kernels.offers import DeviceFacts, JitModule, Lack, unmet
+from rtp_llm.kernels.offers import DeviceFacts, JitModule, Lack, device_facts, unmet
 from rtp_llm.kernels.symbols import Resolution, Symbol, resolve
+from rtp_llm.layers.quantised import WEIGHT, Quantisable
+from rtp_llm.quantization.kernels import PRODUCTS, ProductNeed, product_lacks, product_need
 
 _log = logging.getLogger("rtp_llm.loader")
 
@@ -37,8 +39,12 @@ class KernelPlan:
     device: DeviceFacts
 
     def lines(self) -> Iterator[str]:
-        """A line for each operation: the same on two ranks that have chosen the same."""
-        for choice in self.choices:
+        """A line for each operation on which ranks have to agree: the same on two that have chosen the same.
+
+        Products on codes depend on the sizes of a rank's own parts.
+        """
+        ops = {need.op for need in self.needs}
+        for choice in (choice for choice in self.choices if choice.op in ops):
             yield f"kernels: {choice.op} by {choice.backend}" + (f" ({choice.fault})" if choice.fault else "")
 
     def modules(self) -> tuple[JitModule, ...]:
@@ -68,14 +74,8 @@ class KernelReport:
         return {"setting": self.setting, "operations": [choice.to_json() for choice in self.choices], "compiled": compiled}
 
 
-def device_facts(device: torch.device) -> DeviceFacts:
-    """What the choice of kernels depends on."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    return DeviceFacts(device.type, capability, torch.version.cuda)
-
-
-def plan_kernels(model: nn.Module, setting: str, device: torch.device) -> KernelPlan:
-    """Decides who does what the layers of ``model`` (on the meta device) will call; compiles and loads nothing.
+def plan_kernels(model: nn.Module, dtype: torch.dtype, setting: str, device: torch.device) -> KernelPlan:
+    """Decides who does what the layers of ``model`` (on the meta device, of ``dtype``) will call; compiles and loads nothing.
 
     A back end is imported only where it may be used: its import takes seconds.
 
@@ -88,14 +88,37 @@ def plan_kernels(model: nn.Module, setting: str, device: torch.device) -> Kernel
     if setting != TORCH and (on_cuda or setting != AUTO):
         found = {symbol: resolve(symbol) for symbol in (*FLASHINFER.symbols(needs), *SYMBOLS)}
     plan = KernelPlan(setting, choose(setting, FLASHINFER, needs, found, facts), needs, facts)
-    return _compilable(plan, found)
+    plan = _compilable(plan, found)
+    return replace(plan, choices=(*plan.choices, *_products(model, dtype, device)))
+
+
+def _products(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Iterator[Choice]:
+    """What the products of quantised layers run on.  Layers decide one by one, since some may have sizes that others have not."""
+    needs: list[ProductNeed] = []
+    for layer in model.modules():
+        held = layer.held.get(WEIGHT) if isinstance(layer, Quantisable) else None
+        need = None if held is None else product_need(held.scheme, getattr(layer, held.scheme.forms[0].name).shape, dtype)
+        needs += [] if need is None else [need]
+    lacking = {need: product_lacks(need, device) for need in needs}
+    first = next((lack[0] for lack in lacking.values() if lack), None)
+    able = sum(not lacking[need] for need in needs)
+    if able:
+        reason = "products on codes" + (f" in {able} of {len(needs)} layers, others are dequantised: {first.detail}" if first else "")
+        yield Choice("scaled_mm", PRODUCTS.name, reason)
+    elif first is not None:
+        yield Choice("scaled_mm", TORCH, f"weights are dequantised: {first.detail}", first.fault.name)
 
 
 def survey() -> list[tuple[str, str, tuple[str, ...]]]:
     """Every operation that a back end offers, the back end, and what keeps it from being had on this machine's first GPU."""
     facts = device_facts(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
     found = {symbol: resolve(symbol) for offer in FLASHINFER.offers.values() for symbol in offer.symbols}
-    return [(op, FLASHINFER.name, tuple(lack.detail for lack in unmet(FLASHINFER, op, found, facts))) for op in FLASHINFER.offers]
+    found |= {symbol: resolve(symbol) for offer in PRODUCTS.offers.values() for symbol in offer.symbols}
+    return [
+        (op, backend.name, tuple(lack.detail for lack in unmet(backend, op, found, facts)))
+        for backend in (FLASHINFER, PRODUCTS)
+        for op in backend.offers
+    ]
 
 
 def _compilable(plan: KernelPlan, found: Mapping[Symbol, Resolution]) -> KernelPlan:
@@ -125,7 +148,7 @@ def _without(plan: KernelPlan, lack: Lack, failed: Sequence[JitModule]) -> Kerne
 
 
 def _by_torch(plan: KernelPlan, ops: Sequence[str], reason: str, fault: str) -> KernelPlan:
-    choices = tuple(Choice(c.op, TORCH, reason, fault) if c.op in ops and c.backend != TORCH else c for c in plan.choices)
+    choices = tuple(Choice(c.op, TORCH, reason, fault) if c.op in ops and c.backend == FLASHINFER.name else c for c in plan.choices)
     return replace(plan, choices=choices)
 
 
@@ -135,7 +158,7 @@ def _ops_of(plan: KernelPlan, modules: Sequence[JitModule]) -> tuple[str, ...]:
 
 
 def _modules(needs: Sequence[Need], choices: Sequence[Choice]) -> tuple[JitModule, ...]:
-    ops = {choice.op for choice in choices if choice.backend != TORCH}
+    ops = {choice.op for choice in choices if choice.backend == FLASHINFER.name}
     found = (module for need in needs if need.op in ops for module in FLASHINFER.offers[need.op].modules(need))
     return tuple(dict.fromkeys(found))
 
@@ -181,5 +204,5 @@ class KernelSetup:
             plan = _by_torch(plan, one["ops"], one["reason"], one["fault"])
         if failed and self._speaks:
             _log.log(*told(plan.setting, plan.choices))
-        bind(model, {choice.op: FLASHINFER.kernels() for choice in plan.choices if choice.backend != TORCH})
+        bind(model, {choice.op: FLASHINFER.kernels() for choice in plan.choices if choice.backend == FLASHINFER.name})
         return KernelReport(plan.setting, plan.choices, self._compiled)

@@ -123,7 +123,7 @@ def _load(
         drafted = draft(path, parallel, load, world.groups(parallel, watch), device.type)
         plan = drafted.plan
         plan.raise_for_problems()
-        kernels = plan_kernels(drafted.model, load.kernels, device)
+        kernels = plan_kernels(drafted.model, getattr(torch, drafted.dtype), load.kernels, device)
     with clock.phase("agree"):
         content = tuple(content_lines(drafted.catalog, drafted.raw_config)) if world.size > 1 else ()
         said = (*content, *kernels.lines())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 from rtp_llm.config import LoadConfig, ParallelConfig
 from rtp_llm.loader.device import resolve_device
 from rtp_llm.loader.draft import draft
@@ -25,5 +27,5 @@ def warm_up(path: str | os.PathLike[str], parallel: ParallelConfig | None = None
     device = resolve_device(load.device, 0)
     drafted = draft(path, parallel, load, groups_at(parallel), device.type)
     drafted.plan.raise_for_problems()
-    setup = KernelSetup(plan_kernels(drafted.model, load.kernels, device), speaks=True)
+    setup = KernelSetup(plan_kernels(drafted.model, getattr(torch, drafted.dtype), load.kernels, device), speaks=True)
     return setup.bind(drafted.model, [setup.wait(lambda: None, must=True)])

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from rtp_llm.kernels.needs import Need
+from rtp_llm.kernels.offers import Backend, Lack, Offer, device_facts, lacks
+from rtp_llm.kernels.symbols import Symbol, resolve
 from rtp_llm.quantization.forms import Matrix
 from rtp_llm.quantization.scaled import Scaled
 from rtp_llm.quantization.scheme import Scheme, values_of
@@ -23,6 +26,43 @@ _LEAST_SCALE = 1e-12
 #: torch's scaled product takes rows and columns in multiples of this, from this compute capability on.
 _MULTIPLE = 16
 _CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductNeed(Need):
+    """``scaled_mm`` of activations with the codes of a matrix ``[rows, columns]``."""
+
+    rows: int
+    columns: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.op} with a matrix of {self.rows} x {self.columns}"
+
+
+def _limit(need: ProductNeed) -> str:
+    odd = need.rows % _MULTIPLE or need.columns % _MULTIPLE
+    return f"{need.rows} x {need.columns}, where both have to be multiples of {_MULTIPLE}" if odd else ""
+
+
+_SCALED_MM = Symbol("torch", "_scaled_mm")
+#: Products on codes; it gives bfloat16, so only models of that dtype have it.
+PRODUCTS = Backend(
+    "torch._scaled_mm", "torch", {"scaled_mm": Offer((_SCALED_MM,), frozenset({torch.bfloat16}), _CAPABILITY, _limit)}, lambda: None
+)
+
+
+def product_need(scheme: Scheme, shape: Sequence[int], dtype: torch.dtype) -> ProductNeed | None:
+    """What the product with a weight of codes ``shape`` needs of the device; None for a scheme that has none on codes: just E4M3
+    with a scale a tensor or a row does."""
+    if not isinstance(scheme, Scaled) or not isinstance(scheme.grid, str) or scheme.weight.dtype != "float8_e4m3fn" or len(shape) != 2:
+        return None
+    return ProductNeed("scaled_mm", dtype, *shape)
+
+
+def product_lacks(need: ProductNeed, device: torch.device) -> tuple[Lack, ...]:
+    """Why a product has to be of dequantised weights on ``device``; nothing where it need not."""
+    return lacks(PRODUCTS, need, {_SCALED_MM: resolve(_SCALED_MM)}, device_facts(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +96,8 @@ def choose_kernel(
 
     A scale for each tensor becomes one for each row, so that parts that run as one keep their own.
     """
-    if not isinstance(scheme, Scaled) or not isinstance(scheme.grid, str) or scheme.weight.dtype != "float8_e4m3fn":
-        return None
-    if weight.device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(weight.device) < _CAPABILITY:
-        return None
-    if not hasattr(torch, "_scaled_mm") or weight.dim() != 2 or any(n % _MULTIPLE for n in weight.shape):
+    need = product_need(scheme, weight.shape, torch.bfloat16)
+    if need is None or not isinstance(scheme, Scaled) or product_lacks(need, weight.device):
         return None
     scales = [
         values_of(parts[scheme.scale.name]).reshape(-1).expand(matrix.rows[1] - matrix.rows[0])
