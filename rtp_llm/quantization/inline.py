@@ -132,7 +132,8 @@ class Quantiser:
                 else:
                     least, most = blocks.amin((1, 3)), blocks.amax((1, 3))
                 amax[a // bn : -(-b // bn), c // bk : -(-d // bk)] = torch.maximum(least.neg_(), most)
-        scale = amax.div_(_MAX)
+        # By a tensor: by a number torch's CUDA kernel multiplies with the reciprocal, which rounds otherwise than the CPU.
+        scale = amax.div_(torch.full((), _MAX, device=content.device))
         # Also where it is too small a number: zero by zero is no code.
         return scale.masked_fill_(scale == 0, 1.0)
 

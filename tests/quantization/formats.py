@@ -1,5 +1,4 @@
-"""Quantised checkpoints and what they mean: written by the format's own library where one runs here, else by references of
-ours in float64 that are named as such.
+"""Quantised checkpoints and what they mean, written by references of ours in float64.
 
 A :class:`Format` quantises one matrix and says what the codes stand for; :func:`make` does that to a random model of
 transformers, and leaves the model itself with the weights that the codes stand for: the oracle.
@@ -7,8 +6,8 @@ transformers, and leaves the model itself with the weights that the codes stand 
 
 from __future__ import annotations
 
+import hashlib
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from rtp_llm.layers.quantised import Quantisable
+from rtp_llm.loader import LoadedModel
 from tests.models.reference import VOCAB, randomise
 
 Tensors = dict[str, torch.Tensor]
@@ -52,7 +53,7 @@ class Format:
 
     config: dict[str, Any]
     encode: Encode
-    oracle: str = "compressed-tensors"
+    oracle: str = "a reference of ours in float64"
 
 
 def quantised(name: str) -> bool:
@@ -118,75 +119,29 @@ def dense_weights(oracle: PreTrainedModel, folder: Path) -> Tensors:
     return load_file(folder / "model.safetensors")
 
 
-# compressed-tensors: its own compressors write, and its own decompressors say what was written.
+def check_weights(loaded: LoadedModel, wanted: Tensors, names: dict[str, str] | None = None) -> int:
+    """Compares every quantised matrix of a rank with its part of the oracle's; returns how many there were.
+
+    ``names``: the oracle's names of slots where they are not the checkpoint's.
+    """
+    stored = {slot: (names or {}).get(slot) or source.raw for slot, source in loaded.plan.slots.items()}
+    raw = {slot.rpartition(".")[0]: name.rpartition(".")[0] for slot, name in stored.items()}
+    compared = 0
+    for layer in loaded.model.modules():
+        if not isinstance(layer, Quantisable):
+            continue
+        for attribute, held in layer.held.items():
+            for i, matrix in enumerate(held.matrices):
+                found = held.scheme.dequantise(layer.tensors(attribute, i), matrix)
+                whole = wanted[f"{raw[matrix.slot]}.weight"]
+                assert torch.equal(found, whole[slice(*matrix.rows), slice(*matrix.columns)]), matrix
+                compared += 1
+    return compared
 
 
-def compressed(preset: str, form: str, group: int | None = None) -> Format:
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import preset_name_to_scheme
-    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-
-    scheme = preset_name_to_scheme(preset, ["Linear"])
-    args = scheme.weights
-    if group is not None:
-        args.group_size = group
-    codec = BaseCompressor.get_value_from_registry(form)
-
-    def encode(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        least, most = _extremes(weight, str(getattr(args.strategy, "value", args.strategy)), args.group_size, args.block_structure)
-        state = {"weight": weight}
-        if form == "nvfp4-pack-quantized":
-            state["weight_global_scale"] = generate_gparam(weight.amin(), weight.amax())
-        scale, zero = calculate_qparams(least, most, args, global_scale=state.get("weight_global_scale"))
-        tensors = codec.compress({**state, "weight_scale": scale, "weight_zero_point": zero}, scheme)
-        tensors = {name: value.to(torch.uint8) if value.dtype == torch.uint8 else value for name, value in tensors.items()}
-        dense = codec.decompress(dict(tensors), scheme)["weight"]
-        if dense.dtype == torch.bfloat16:
-            # It decodes FP4 and MX to bfloat16 alone: the formula in float64 is held against that, and then taken.
-            exact = _unrounded(tensors, group or args.group_size)
-            assert torch.allclose(exact, dense.float(), rtol=2**-7, atol=0)
-            dense = exact
-        return dict(tensors) | _static(config), dense
-
-    dumped = scheme.model_dump(mode="json")
-    config = {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "config_groups": {"group_0": dumped},
-        "ignore": ["lm_head", "re:.*mlp.gate$"],
-        "quantization_status": "compressed",
-    }
-    return Format(config, encode)
-
-
-def _unrounded(tensors: Mapping[str, torch.Tensor], group: int) -> torch.Tensor:
-    if "weight" in tensors:
-        codes = tensors["weight"].double()
-    else:
-        pairs = tensors["weight_packed"].long()
-        codes = E2M1[torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)]
-    scale = tensors["weight_scale"]
-    wide = torch.exp2(scale.double() - 127) if scale.dtype == torch.uint8 else scale.double() / tensors["weight_global_scale"].double()
-    return (codes * wide.repeat_interleave(group, 1)).float()
-
-
-def _static(config: dict[str, Any]) -> Tensors:
-    """A scale of activations where they are static; weights do not depend on it."""
-    activations = config["config_groups"]["group_0"]["input_activations"]
-    static = activations is not None and activations["dynamic"] is False
-    return {"input_scale": torch.tensor([0.02])} if static else {}
-
-
-def _extremes(weight: torch.Tensor, strategy: str, group: int | None, block: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    if strategy in ("group", "tensor_group"):
-        groups = weight.unflatten(1, (-1, group))
-        return groups.amin(-1), groups.amax(-1)
-    if strategy == "channel":
-        return weight.amin(-1, keepdim=True), weight.amax(-1, keepdim=True)
-    if strategy == "block":
-        largest = blocks(weight, tuple(block))
-        return -largest, largest
-    return weight.amin().reshape(1), weight.amax().reshape(1)
+def digest(folder: Path) -> str:
+    """A hash of a checkpoint's one file."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 def blocks(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -194,9 +149,6 @@ def blocks(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight.abs(), (0, -columns % block[1], 0, -rows % block[0]))
     return padded.unflatten(0, (-1, block[0])).unflatten(2, (-1, block[1])).amax((1, 3))
-
-
-# References of ours, in float64.
 
 
 def over_blocks(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
@@ -317,39 +269,23 @@ def _gptq_config(**fields: Any) -> dict[str, Any]:
     return {**base, **fields}
 
 
-_OURS = "a reference of ours in float64"
 _MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head", "*.mlp.gate"]}
 
-#: Those of compressed-tensors, which needs Python 3.11.
-_COMPRESSED: dict[str, tuple[str, str, int | None]] = {
-    "ct-fp8-static": ("FP8", "float-quantized", None),
-    "ct-fp8-channel": ("FP8_DYNAMIC", "float-quantized", None),
-    "ct-fp8-block": ("FP8_BLOCK", "float-quantized", None),
-    "ct-mxfp8": ("MXFP8", "mxfp8-quantized", None),
-    "ct-w8a8": ("W8A8", "int-quantized", None),
-    "ct-w4a8": ("W4A8", "int-quantized", 32),
-    "ct-w4a16": ("W4A16", "pack-quantized", 32),
-    "ct-w4a16-asym": ("W4A16_ASYM", "pack-quantized", 32),
-    "ct-w8a16": ("W8A16", "pack-quantized", 32),
-    "ct-nvfp4": ("NVFP4", "nvfp4-pack-quantized", None),
-    "ct-mxfp4": ("MXFP4", "mxfp4-pack-quantized", None),
-}
-
+#: What needs no format's own library; :mod:`tests.quantization.compressed` has the others too.
 FORMATS: Mapping[str, Format] = {
-    **{name: compressed(*args) for name, args in _COMPRESSED.items() if sys.version_info >= (3, 11)},
-    "fp8-block": Format(_fp8_config(weight_block_size=[128, 128]), fp8_blocks(torch.float32), _OURS),
-    "fp8-block-bf16": Format(_fp8_config(weight_block_size=[64, 128]), fp8_blocks(torch.bfloat16, (64, 128)), _OURS),
-    "fp8-block-ue8m0": Format(_fp8_config(weight_block_size=[128, 128], scale_fmt="ue8m0"), fp8_blocks(torch.float8_e8m0fnu), _OURS),
-    "fp8-tensor": Format(_fp8_config(), fp8_tensor(static=False), _OURS),
-    "fp8-static": Format(_fp8_config(activation_scheme="static", ignored_layers=["lm_head", "mlp.gate"]), fp8_tensor(static=True), _OURS),
-    "gptq": Format(_gptq_config(), gptq(), _OURS),
-    "gptq-8": Format(_gptq_config(bits=8), gptq(8), _OURS),
-    "gptq-sym": Format(_gptq_config(sym=True), gptq(symmetric=True), _OURS),
-    "gptq-v2": Format(_gptq_config(checkpoint_format="gptq_v2"), gptq(second=True), _OURS),
-    "gptq-order": Format(_gptq_config(desc_act=True), gptq(ordered=True), _OURS),
-    "awq": Format({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, awq(), _OURS),
-    "modelopt-fp8": Format({**_MODELOPT, "quant_algo": "FP8"}, fp8_tensor(static=True), _OURS),
-    "modelopt-nvfp4": Format({**_MODELOPT, "quant_algo": "NVFP4"}, nvfp4_modelopt, _OURS),
+    "fp8-block": Format(_fp8_config(weight_block_size=[128, 128]), fp8_blocks(torch.float32)),
+    "fp8-block-bf16": Format(_fp8_config(weight_block_size=[64, 128]), fp8_blocks(torch.bfloat16, (64, 128))),
+    "fp8-block-ue8m0": Format(_fp8_config(weight_block_size=[128, 128], scale_fmt="ue8m0"), fp8_blocks(torch.float8_e8m0fnu)),
+    "fp8-tensor": Format(_fp8_config(), fp8_tensor(static=False)),
+    "fp8-static": Format(_fp8_config(activation_scheme="static", ignored_layers=["lm_head", "mlp.gate"]), fp8_tensor(static=True)),
+    "gptq": Format(_gptq_config(), gptq()),
+    "gptq-8": Format(_gptq_config(bits=8), gptq(8)),
+    "gptq-sym": Format(_gptq_config(sym=True), gptq(symmetric=True)),
+    "gptq-v2": Format(_gptq_config(checkpoint_format="gptq_v2"), gptq(second=True)),
+    "gptq-order": Format(_gptq_config(desc_act=True), gptq(ordered=True)),
+    "awq": Format({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, awq()),
+    "modelopt-fp8": Format({**_MODELOPT, "quant_algo": "FP8"}, fp8_tensor(static=True)),
+    "modelopt-nvfp4": Format({**_MODELOPT, "quant_algo": "NVFP4"}, nvfp4_modelopt),
     "quark-fp8": Format(
         {
             "quant_method": "quark",
@@ -357,6 +293,5 @@ FORMATS: Mapping[str, Format] = {
             "exclude": ["lm_head", "*mlp.gate"],
         },
         fp8_tensor(static=True, shape=(1,)),
-        _OURS,
     ),
 }

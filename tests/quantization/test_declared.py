@@ -16,12 +16,14 @@ from rtp_llm import LoadConfig, build_plan, export_checkpoint, load_model
 from rtp_llm.quantization.faults import QuantizationError
 from tests.models import latents
 from tests.models.reference import distance, token_ids
+from tests.quantization.compressed import EVERY
 from tests.quantization.formats import (
     FORMATS,
     MODELS,
     Format,
     Tensors,
     declare,
+    digest,
     fp8_blocks,
     fp8_tensor,
     gptq,
@@ -30,7 +32,6 @@ from tests.quantization.formats import (
     quantise,
     quantised,
 )
-from tests.quantization.test_formats import digest
 
 CPU = LoadConfig(device="cpu", dtype="float32")
 
@@ -41,7 +42,7 @@ def mixed(folder: Path, attention: str, rest: str, config: dict[str, Any]) -> Pr
     torch.manual_seed(0)
     model_class(model_config()).save_pretrained(folder)
     listed = [name for name in load_file(folder / "model.safetensors") if quantised(name)]
-    forms = iter([FORMATS[attention if "self_attn" in name else rest] for name in listed])
+    forms = iter([EVERY[attention if "self_attn" in name else rest] for name in listed])
     return quantise(folder, model_class, Format(config, lambda weight: next(forms).encode(weight)))
 
 
@@ -58,9 +59,9 @@ def check(folder: Path, oracle: PreTrainedModel) -> dict[str, int]:
 def test_every_group_counts_with_its_own_format(tmp_path: Path) -> None:
     """FP8 attention in one group, INT4 elsewhere in another, each with its format; a group that names modules goes first."""
     groups = {
-        "group_0": {**FORMATS["ct-w4a16"].config["config_groups"]["group_0"], "format": "pack-quantized"},
+        "group_0": {**EVERY["ct-w4a16"].config["config_groups"]["group_0"], "format": "pack-quantized"},
         "group_1": {
-            **FORMATS["ct-fp8-channel"].config["config_groups"]["group_0"],
+            **EVERY["ct-fp8-channel"].config["config_groups"]["group_0"],
             "targets": ["re:.*self_attn.*"],
             "format": "float-quantized",
         },

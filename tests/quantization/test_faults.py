@@ -13,6 +13,7 @@ import torch
 from rtp_llm import LoadConfig, ParallelConfig, build_plan, load_model
 from rtp_llm.errors import RtpLlmError
 from rtp_llm.quantization.faults import QuantizationError
+from tests.quantization.compressed import EVERY
 from tests.quantization.formats import FORMATS, Tensors, declare, fp8_blocks, gptq, make
 from tests.support.tiny import save_tiny_llama
 
@@ -113,7 +114,7 @@ CASES = {
     "group split across ranks": Case("gptq-64", "MISALIGNED", r"tp_size one of \[1\]", tp_size=2),
     "no second zero": Case("awq", "MISSING_PART", rf"{AT}.qzeros", without("qzeros")),
 }
-if "ct-w4a16" in FORMATS:
+if "ct-w4a16" in EVERY:
     CASES |= {
         "codes out of range": Case("ct-w4a8", "BAD_CODE", rf"{AT}.weight\): expected -8 to 7", put("weight", 9)),
         "another shape stated": Case("ct-w4a16", "CONTRADICTION", rf"{AT}.weight_shape\): expected \[192, 320\]", lengthened),
@@ -134,9 +135,9 @@ def test_each_fault_has_its_message(name: str, tmp_path: Path) -> None:
         change = case.change
         if name == "declared and plain":
             change = _plain_static
-        make(FORMATS[case.form], "llama", tmp_path, change=change)
+        make(EVERY[case.form], "llama", tmp_path, change=change)
         if case.config:
-            declare(tmp_path, quantization_config=FORMATS[case.form].config | case.config)
+            declare(tmp_path, quantization_config=EVERY[case.form].config | case.config)
     parallel = ParallelConfig(tp_size=case.tp_size)
     with pytest.raises(RtpLlmError, match=rf"(?s){case.fault}.*({case.words})") as caught:
         load_model(tmp_path, parallel=parallel, load=CPU)

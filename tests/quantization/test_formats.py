@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
 import torch
 
 from rtp_llm import LoadConfig, ParallelConfig, export_checkpoint, load_model
-from rtp_llm.layers.quantised import Quantisable
-from rtp_llm.loader import LoadedModel
 from tests.models.reference import distance, token_ids
-from tests.quantization.formats import FORMATS, MODELS, Tensors, dense_weights, make
+from tests.quantization.compressed import EVERY
+from tests.quantization.formats import MODELS, check_weights, dense_weights, digest, make
 
 CPU = LoadConfig(device="cpu")
 
 
-def check_weights(loaded: LoadedModel, wanted: Tensors, names: dict[str, str] | None = None) -> int:
-    """Compares every quantised matrix of a rank with its part of the oracle's; returns how many there were.
-
-    ``names``: the oracle's names of slots where they are not the checkpoint's.
-    """
-    stored = {slot: (names or {}).get(slot) or source.raw for slot, source in loaded.plan.slots.items()}
-    raw = {slot.rpartition(".")[0]: name.rpartition(".")[0] for slot, name in stored.items()}
-    compared = 0
-    for layer in loaded.model.modules():
-        if not isinstance(layer, Quantisable):
-            continue
-        for attribute, held in layer.held.items():
-            for i, matrix in enumerate(held.matrices):
-                found = held.scheme.dequantise(layer.tensors(attribute, i), matrix)
-                whole = wanted[f"{raw[matrix.slot]}.weight"]
-                assert torch.equal(found, whole[slice(*matrix.rows), slice(*matrix.columns)]), matrix
-                compared += 1
-    return compared
-
-
 @pytest.mark.parametrize("model", sorted(MODELS))
-@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("name", sorted(EVERY))
 def test_weights_logits_shards_and_export(name: str, model: str, tmp_path: Path) -> None:
     """Dequantised weights equal the oracle's bit for bit, whole, at TP 2 and at EP 2; logits equal those of transformers with
     the oracle's weights; every place equals what safetensors reads; and the export is the source again, byte for byte."""
     folder = tmp_path / "source"
-    oracle = make(FORMATS[name], model, folder)
+    oracle = make(EVERY[name], model, folder)
     loaded = load_model(folder, load=LoadConfig(device="cpu", dtype="float32", verify=True))
     wanted = dense_weights(oracle, tmp_path / "oracle")
     assert check_weights(loaded, wanted) == {"llama": 14, "qwen3_moe": 32}[model]
@@ -56,7 +34,3 @@ def test_weights_logits_shards_and_export(name: str, model: str, tmp_path: Path)
         assert check_weights(load_model(folder, parallel=shard, load=CPU), wanted) > 0
     out = export_checkpoint(loaded, tmp_path / "out")
     assert digest(out) == digest(folder)
-
-
-def digest(folder: Path) -> str:
-    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()

@@ -22,10 +22,10 @@ from rtp_llm.plan.boxes import Box, volume
 from rtp_llm.plan.making import Stage
 from rtp_llm.plan.plan import Delivery
 from rtp_llm.plan.room import Hands, held_bytes, room_for
-from rtp_llm.quantization.inline import Quantiser
 from rtp_llm.quantization.scaled import Grid
 from rtp_llm.transport.interface import Quiet
 from rtp_llm.transport.scratch.reader import ScratchTransport
+from tests.quantization.grids import on
 from tests.quantization.test_inline import GRIDS, check_codes
 from tests.support.tiny import save_tiny_llama
 
@@ -55,16 +55,6 @@ def test_bands(grid: str, wide: Path) -> None:
             assert len(loaded.plan.stages) > 7, "there is one band"
 
 
-def on(shape: tuple[int, int], grid: Grid) -> tuple[Quantiser, torch.Tensor, Box, list[tuple[str, Box, torch.Tensor]]]:
-    """A maker with a matrix and its two places."""
-    rows, columns = ((0, n) for n in shape)
-    scales: dict[Any, Box] = {"tensor": ((0, 1),), "channel": (rows, (0, 1))}
-    scale = scales.get(grid, tuple((0, -(-n // 128)) for n in shape))
-    memory = torch.empty([b - a for a, b in scale])
-    places = [("weight", (rows, columns), torch.empty(shape, dtype=torch.float8_e4m3fn)), ("weight_scale", scale, memory)]
-    return Quantiser(grid), torch.randn(shape).to(torch.bfloat16), (rows, columns), places
-
-
 class Counting(TorchDispatchMode):
     """Operations that compute or move something, views apart."""
 
@@ -81,7 +71,7 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("grid", "most"), [("tensor", 17), ("channel", 17), ((128, 128), 19)])
+@pytest.mark.parametrize(("grid", "most"), [("tensor", 18), ("channel", 18), ((128, 128), 20)])
 def test_a_handful_of_operations(grid: Grid, most: int) -> None:
     """Whatever the number of rows and blocks, the operations of a matrix that fits a step are as many as of the smallest; none of them
     waits for a device (which reading a number does)."""

@@ -12,8 +12,7 @@ from rtp_llm import LoadConfig, ParallelConfig, build_plan, export_checkpoint, l
 from rtp_llm.errors import RtpLlmError
 from rtp_llm.plan.views import plan_json
 from tests.models.reference import distance, token_ids
-from tests.quantization.formats import FORMATS, Tensors, declare, dense_weights, fp8_blocks, make
-from tests.quantization.test_formats import check_weights, digest
+from tests.quantization.formats import FORMATS, Tensors, check_weights, declare, dense_weights, digest, fp8_blocks, make
 
 CPU = LoadConfig(device="cpu", dtype="float32")
 
