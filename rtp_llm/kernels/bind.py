@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
+from rtp_llm.kernels.attention import TORCH_ATTENTION, AttentionUser
 from rtp_llm.kernels.interface import Kernels, KernelUser
 from rtp_llm.kernels.torch_kernels import TORCH
+
+#: Operations of attention over pages, which layers call through their ``attention``.
+ATTENTION_OPS = frozenset({"attention.prefill", "attention.decode", "mla.decode"})
 
 
 class Composed:
@@ -35,9 +40,18 @@ class Composed:
         return self._rotary.rotate(q, k, cos, sin, interleaved)
 
 
-def bind(model: nn.Module, by_op: Mapping[str, Kernels]) -> None:
-    """Makes every module of ``model`` that calls kernels call those of ``by_op``, a back end for each operation."""
+def bind(model: nn.Module, by_op: Mapping[str, Any]) -> None:
+    """Makes every module of ``model`` that calls kernels call those of ``by_op``: for each operation a back end's
+    :class:`Kernels`, or, for those of attention, what does it.  Torch does what is not in ``by_op``."""
     kernels = Composed(by_op)
     for module in model.modules():
         if isinstance(module, KernelUser):
             module.kernels = kernels
+        if isinstance(module, AttentionUser):
+            module.attention = _attention(module, by_op)
+
+
+def _attention(module: AttentionUser, by_op: Mapping[str, Any]) -> Any:
+    """What attends for a layer: one back end for prefill and decode, which share pages and plans, or torch."""
+    ops = [need.op for need in module.kernel_needs() if need.op in ATTENTION_OPS] if isinstance(module, KernelUser) else []
+    return by_op[ops[0]] if ops and all(op in by_op for op in ops) else TORCH_ATTENTION

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,11 @@ def no_modules(need: Any) -> Iterable[JitModule]:
     return ()
 
 
+def no_kernels(ops: Sequence[str]) -> Mapping[str, Any]:
+    """A back end whose operations layers call by themselves."""
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
     """An operation of a back end: what it calls, and for what it exists.
@@ -68,12 +73,12 @@ class Offer:
 @dataclass(frozen=True, slots=True)
 class Backend:
     """A back end: its ``offers`` by operation; ``requirement``, by which pip installs the version that they hold for; and
-    ``kernels()``, which makes what is bound to modules, once everything that is called has been resolved."""
+    ``kernels(ops)``, which makes what does each of some operations, once all that it calls has been resolved."""
 
     name: str
     requirement: str
     offers: Mapping[str, Offer]
-    kernels: Callable[[], Any]
+    kernels: Callable[[Sequence[str]], Mapping[str, Any]]
 
     def symbols(self, needs: Iterable[Need]) -> tuple[Symbol, ...]:
         """Everything that these needs would call, what compiles it included; each once."""

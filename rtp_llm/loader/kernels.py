@@ -204,5 +204,6 @@ class KernelSetup:
             plan = _by_torch(plan, one["ops"], one["reason"], one["fault"])
         if failed and self._speaks:
             _log.log(*told(plan.setting, plan.choices))
-        bind(model, {choice.op: FLASHINFER.kernels() for choice in plan.choices if choice.backend == FLASHINFER.name})
+        ops = [choice.op for choice in plan.choices if choice.backend == FLASHINFER.name]
+        bind(model, FLASHINFER.kernels(ops) if ops else {})
         return KernelReport(plan.setting, plan.choices, self._compiled)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from rtp_llm.kernels.needs import Need
-from rtp_llm.kernels.offers import Backend, Lack, Offer, device_facts, lacks
+from rtp_llm.kernels.offers import Backend, Lack, Offer, device_facts, lacks, no_kernels
 from rtp_llm.kernels.symbols import Symbol, resolve
 from rtp_llm.quantization.forms import Matrix
 from rtp_llm.quantization.scaled import Scaled
@@ -48,7 +48,7 @@ def _limit(need: ProductNeed) -> str:
 _SCALED_MM = Symbol("torch", "_scaled_mm")
 #: Products on codes; it gives bfloat16, so only models of that dtype have it.
 PRODUCTS = Backend(
-    "torch._scaled_mm", "torch", {"scaled_mm": Offer((_SCALED_MM,), frozenset({torch.bfloat16}), _CAPABILITY, _limit)}, lambda: None
+    "torch._scaled_mm", "torch", {"scaled_mm": Offer((_SCALED_MM,), frozenset({torch.bfloat16}), _CAPABILITY, _limit)}, no_kernels
 )
 
 
