@@ -6,6 +6,7 @@ such layer then uses.  Keys and values are already in their pages when :meth:`At
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,10 +47,17 @@ class LatentCall:
 Call = AttentionCall | LatentCall
 
 
-class AttentionKernels(Protocol):
-    """Attention over pages ``[pages, PAGE_SIZE, ...]``, for calls of one kind."""
+class Plan(Protocol):
+    """What the layers of one pass share of one call."""
 
-    def plan(self, call: Call, rows: PagedRows) -> Any:
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """What is written when a plan of fixed rows is renewed, and read on the device."""
+
+
+class AttentionKernels(Protocol):
+    """Attention over pages ``[pages, PAGE_SIZE, ...]``."""
+
+    def plan(self, call: Call, rows: PagedRows) -> Plan:
         """What the layers of one pass share.  Outside of any CUDA graph."""
 
     def renew(self, plan: Any, call: Call, rows: PagedRows) -> None:
@@ -63,7 +71,7 @@ class AttentionKernels(Protocol):
 class LatentKernels(Protocol):
     """Latent attention over pages, with what expands latents absorbed in queries and outputs."""
 
-    def plan(self, call: Call, rows: PagedRows) -> Any:
+    def plan(self, call: Call, rows: PagedRows) -> Plan:
         """As for :class:`AttentionKernels`."""
 
     def renew(self, plan: Any, call: Call, rows: PagedRows) -> None:
@@ -88,6 +96,11 @@ class TorchPlan:
     mask: torch.Tensor | None
     causal: bool
     scale: float
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield self.index
+        if self.mask is not None:
+            yield self.mask
 
     def gather(self, pages: torch.Tensor) -> torch.Tensor:
         """``pages [pages, PAGE_SIZE, ...]`` to each row's tokens, ``[rows, keys, ...]``."""

@@ -32,6 +32,8 @@ _PLAIN = TensorForm("weight", "", (Along(ROWS), Along(COLUMNS)))
 #: What that takes, and the alignment in bytes that it asks of rows.
 _GROUPED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _GROUPED_ALIGNMENT = 16
+#: The first GPUs on which nothing of it happens on the host (torch/nn/functional.py, grouped_mm).
+_GROUPED_CAPABILITY = (9, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,15 @@ class Experts(Quantisable, KernelUser):
 
     def _dense(self, attribute: str, place: int, dtype: torch.dtype) -> torch.Tensor:
         return self.dense(attribute, place).to(dtype)
+
+    def host_bound(self) -> str:
+        """Why this layer waits for the device, so that no pass can be recorded as a CUDA graph; empty where it does not."""
+        weights = (self.gate_up, self.down) if not self.held else ()
+        # Elsewhere torch's own grouped product asks the device where the runs end.
+        grouped = _grouped_mm is not None and all(weight.dtype == torch.bfloat16 and _aligned(weight, weight) for weight in weights)
+        if weights and grouped and self.gate_up.is_cuda and torch.cuda.get_device_capability(self.gate_up.device) >= _GROUPED_CAPABILITY:
+            return ""
+        return "experts are multiplied one by one (quantised, not bfloat16, of odd sizes, or on a GPU without grouped products)"
 
     def _places(self, chosen: torch.Tensor) -> torch.Tensor:
         """Where on this rank the chosen expert's copy for this token is; ``local experts`` where it is on another rank.

@@ -23,7 +23,7 @@ SURFACE = {
     "warmup": f"CKPT --device --dtype --quantization --kernels --tp_size --tp_rank/--rank --ep_size --ep_rank --eplb {_COMMON}",
     "load": f"CKPT {_LOADING} --tp_rank/--rank --ep_rank --verify/--no_verify {_COMMON}",
     "generate": "CKPT --prompt --prompts_file --max_new_tokens --raw --temperature --top_k --top_p --seed --batch_size"
-    f" --stream/--no_stream {_LOADING} {_COMMON}",
+    f" --cuda_graphs/--no_cuda_graphs --stream/--no_stream {_LOADING} {_COMMON}",
     "embed": f"CKPT --text {_LOADING} {_COMMON}",
     "export": f"CKPT OUT {_LOADING} {_COMMON}",
     "models": _COMMON,

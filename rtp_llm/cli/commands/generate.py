@@ -59,6 +59,7 @@ _TITLE = 72
 @click.option(
     "--batch_size", type=click.IntRange(1, _MOST_BATCH), default=8, show_default=True, help="The most sequences that run at a time."
 )
+@click.option("--cuda_graphs/--no_cuda_graphs", default=True, help="On a GPU, decode by recorded passes.  [default: cuda_graphs]")
 @click.option("--stream/--no_stream", default=None, help="Print text as it comes; the default on a terminal.")
 @setting_options(*LOADING)
 @common
@@ -72,6 +73,7 @@ def generate(
     max_new_tokens: int,
     raw: bool,
     batch_size: int,
+    cuda_graphs: bool,
     stream: bool | None,
     **flags: Any,
 ) -> int:
@@ -90,16 +92,19 @@ def generate(
     )
 
     from rtp_llm.runtime.generation import Generation
+    from rtp_llm.runtime.graphs import decoding
 
     output = output_of(context)
     model: Any = loaded.model
     cache = model.cache_of(task.cache_size(batch_size))
-    generation = Generation(model, task.requests, cache, stop_ids=task.stop_ids)
+    way = decoding(model, cache, graphs=cuda_graphs)
+    generation = Generation(model, task.requests, cache, stop_ids=task.stop_ids, decoder=way.decoder)
     shown = not output.json and (sys.stdout.isatty() if stream is None else stream)
     answers = _run(generation, task, _Printer(task, output) if shown else None)
-    document = _document(task, answers, generation) | {"load": loaded.report.to_json()}
+    document = _document(task, answers, generation) | {"cuda_graphs": way.to_json(), "load": loaded.report.to_json()}
     output.emit(document, lambda: None if shown else _print(task, answers))
-    output.note(f"prefill {_told(generation.prefill)}; decode {_told(generation.decode)}")
+    graphs = f"CUDA graphs for batches of {', '.join(map(str, way.sizes))}" if way.sizes else f"no CUDA graphs: {way.reason}"
+    output.note(f"prefill {_told(generation.prefill)}; decode {_told(generation.decode)}; {graphs}")
     return 0
 
 

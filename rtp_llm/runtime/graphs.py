@@ -1,0 +1,166 @@
+"""Decoding by CUDA graphs: a pass is recorded once for each size of batch, and replayed with other contents of the same tensors.
+
+A decode step of a small batch is thousands of short kernels, and launching them takes longer than they run.  A replay is one
+launch.  Nothing in it may depend on the host: ids, positions, tables, lengths, rotary tables and attention's plans lie in
+tensors that are written before each replay, all of them, those of rows that only fill up the batch included.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from rtp_llm.kernels.paging import HostRows, PagedRows
+from rtp_llm.layers.attention import Step
+from rtp_llm.layers.cache import PagedCache
+from rtp_llm.runtime.generation import Decoder, EagerDecoder
+
+_log = logging.getLogger("rtp_llm.runtime")
+
+Work = Callable[[], torch.Tensor]
+
+#: Runs before a recording: libraries set themselves up in the first ones, which cannot be recorded (torch.cuda.graph's own advice).
+_WARM_UPS = 3
+
+
+class Capture(Protocol):
+    """A way to record work."""
+
+    def __call__(self, work: Work) -> Work:
+        """Does ``work`` at least once; the result does it again, on the tensors that it was done on, and returns the same tensor."""
+
+
+def call_again(work: Work) -> Work:
+    """No recording: the work is called each time.  For devices without graphs."""
+    work()
+    return work
+
+
+class CudaCapture:
+    """Recordings as CUDA graphs, which share one pool of memory: only one of them runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Work) -> Work:
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                work()
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, NCCL's among them, may go on asking about their events.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = work()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+class _Fixed:
+    """The tensors of one size of batch, and the recording that works on them."""
+
+    def __init__(self, model: Any, cache: PagedCache, rows: int, capture: Capture) -> None:
+        self._model, self._cache, self._rows = model, cache, rows
+        nobody = HostRows(1, (), (), torch.empty(0, cache.width, dtype=torch.int32)).padded(rows, cache.width, cache.spare)
+        self._ids = torch.zeros(rows, 1, dtype=torch.long, device=cache.device)
+        self._step: Step = model.step(PagedRows.of(nobody, cache.device, fixed=True), cache)
+        step = self._step
+        self._replay = capture(lambda: model.compute(self._ids, step)[:, -1])
+
+    def run(self, host: HostRows, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits ``[len(tokens), vocab]``, in memory that the next call writes over."""
+        more = self._rows - len(tokens)
+        self._ids.copy_(torch.tensor([*tokens, *(0,) * more])[:, None])
+        self._step = self._model.renew(self._step, host.padded(self._rows, self._cache.width, self._cache.spare))
+        return self._replay()[: len(tokens)]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything that is written before a replay and read by it."""
+        paged = self._step.paged
+        assert paged is not None
+        yield self._ids
+        yield from (paged.rows.slots, paged.rows.positions, paged.rows.places, paged.rows.lengths, paged.rows.tables)
+        yield from self._step.rotary or ()
+        for plan in paged.plans.values():
+            yield from plan.tensors()
+
+
+class GraphDecoder:
+    """A pass that adds one token to each of several sequences, recorded for each of ``sizes``; a batch takes the smallest that
+    holds it.  Its logits are valid until the next call."""
+
+    @torch.inference_mode()
+    def __init__(self, model: Any, cache: PagedCache, sizes: Sequence[int], capture: Capture) -> None:
+        self._cache = cache
+        # The largest first: smaller ones then find room in what it took.
+        self.fixed = {rows: _Fixed(model, cache, rows, capture) for rows in sorted(sizes, reverse=True)}
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of batches that were recorded."""
+        return tuple(sorted(self.fixed))
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
+        host = self._cache.begin(len(tokens), 1, slots)
+        logits = self.fixed[min(rows for rows in self.fixed if rows >= len(tokens))].run(host, tokens)
+        self._cache.advance(host)
+        return logits
+
+
+def batch_sizes(most: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, ... and ``most``: a batch is filled up to less than twice its size."""
+    sizes = [1 << i for i in range(most.bit_length())]
+    return tuple(dict.fromkeys([*sizes, most]))
+
+
+def unrecordable(model: Any, device: torch.device) -> str:
+    """Why a pass of ``model`` on ``device`` cannot be recorded; empty where it can."""
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    for module in model.modules():
+        told = getattr(module, "host_bound", None)
+        reason = told() if told is not None else ""
+        if reason:
+            return str(reason)
+        group = getattr(getattr(module, "tp", None), "group", None)
+        if group is not None and "cuda:nccl" not in dist.get_backend_config(group):
+            return f"ranks meet through {dist.get_backend_config(group)}, of which no recording can be made"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How tokens are added: ``sizes`` were recorded; ``reason``, where none were."""
+
+    decoder: Decoder
+    sizes: tuple[int, ...] = ()
+    reason: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """``used``, ``batch_sizes`` and ``reason``."""
+        return {"used": bool(self.sizes), "batch_sizes": list(self.sizes), "reason": self.reason or None}
+
+
+def decoding(model: Any, cache: PagedCache, *, graphs: bool = True) -> Decoding:
+    """Records a pass for each size of batch that the cache may see, where that can be done and ``graphs`` are wanted."""
+    reason = unrecordable(model, cache.device) if graphs else "not asked for"
+    if not reason:
+        try:
+            decoder = GraphDecoder(model, cache, batch_sizes(cache.size.slots), CudaCapture(cache.device))
+            return Decoding(decoder, decoder.sizes)
+        except RuntimeError as error:  # torch's for whatever cannot be recorded, and for memory
+            reason = str(error).partition("\n")[0]
+            _log.warning("CUDA graphs: none, since a pass could not be recorded: %s", reason)
+    return Decoding(EagerDecoder(model, cache), reason=reason)
