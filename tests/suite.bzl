@@ -7,6 +7,7 @@ load("//bazel/pytest:defs.bzl", "pytest_suite")
 # Helpers that tests of other folders import: hostile checkpoints, small models and their transformers twins, quantised ones.
 _SHARED = [
     "//tests/attacks:helpers",
+    "//tests/kernels:helpers",
     "//tests/models:helpers",
     "//tests/moe:helpers",
     "//tests/quantization:helpers",
