@@ -7,13 +7,13 @@ from another, so that is read from the libraries themselves.
 from __future__ import annotations
 
 import fcntl
+import logging
 import re
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,8 @@ from rtp_llm.kernels.faults import KernelFault
 from rtp_llm.kernels.offers import JitModule, Lack
 from rtp_llm.kernels.symbols import Symbol, called
 
+_log = logging.getLogger("rtp_llm.kernels")
+
 #: What compiles a module.  Not ``build_jit_specs``, which compiles many at once: it leaves ninja's log elsewhere than where
 #: flashinfer's own calls look for it, and they would compile everything once more.
 _BUILD = Symbol("flashinfer.jit.core", "JitSpec.build", ("verbose",))
@@ -33,8 +35,11 @@ SYMBOLS = (_BUILD, _CUDA_PATH)
 #: The run-time library that a module was linked against, in its table of names.
 _CUDART = re.compile(rb"libcudart\.so\.(\d+)")
 
-#: Lines of a compiler's output that a message shows; all of it is in the log.
-_MOST_LINES = 20
+#: Seconds after which compilers are given up: forty times what the slowest module took on 16 processors.
+_LONGEST_S = 3600.0
+
+#: Characters of a compiler's complaint that a message shows: its lines hold whole types.
+_MOST_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,23 +141,32 @@ def compile_modules(modules: Sequence[JitModule], cuda: str, watch: Progress) ->
 
 def _build(specs: Sequence[tuple[JitModule, Any]], own: Sequence[Any], cuda: str) -> None:
     """Each module by a ninja of its own, which takes all processors but for ``MAX_JOBS``: one file of some is most of the time."""
-    with ThreadPoolExecutor(max_workers=max(1, len(own)), thread_name_prefix="rtp_llm-compile") as pool:
-        errors = {spec.name: error for spec, error in zip(own, pool.map(_built, own), strict=True) if error}
+    errors: dict[str, str] = {}
+    # Daemons, unlike the threads of a pool: a load that has failed does not wait for compilers.
+    threads = [threading.Thread(target=_build_one, args=(spec, errors), name=f"rtp_llm-compile-{spec.name}", daemon=True) for spec in own]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     if errors:
-        tail = "\n".join(next(iter(errors.values())).splitlines()[-_MOST_LINES:])
-        raise CompileError(Lack(KernelFault.COMPILE_FAILED, tail), [module for module, spec in specs if spec.name in errors])
+        failed = [module for module, spec in specs if spec.name in errors]
+        raise CompileError(Lack(KernelFault.COMPILE_FAILED, "; ".join(errors[name] for name in sorted(errors))), failed)
     failed = [module for module, spec in specs if not _usable(spec, cuda)]
     if failed:
         raise CompileError(Lack(KernelFault.OTHER_CUDA, f"torch was built with CUDA {cuda}, the compiler belongs to another"), failed)
 
 
-def _built(spec: Any) -> str:
-    """The compiler's words where a module cannot be compiled, else nothing."""
+def _build_one(spec: Any, errors: dict[str, str]) -> None:
+    """Puts what the compiler complains of into ``errors`` where a module cannot be compiled, and all that it said into a file."""
     try:
         spec.build(verbose=False)
     except (RuntimeError, OSError) as error:
-        return f"{spec.name}: {error}"
-    return ""
+        said = str(error).splitlines() or [type(error).__name__]
+        complaint = next((line for line in said if "error" in line.lower()), said[0])[:_MOST_CHARACTERS]
+        output = Path(spec.build_dir) / "rtp_llm.log"
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text("\n".join(said))
+        errors[spec.name] = f"{spec.name}: {complaint} (all that was said is in {output})"
 
 
 def _load(specs: Sequence[tuple[JitModule, Any]]) -> None:
@@ -188,6 +202,11 @@ class Progress:
         """Says what will be compiled."""
         self._objects = tuple(Path(path) for spec in specs for path in spec.get_object_paths())
         self.names = tuple(spec.name for spec in specs)
+        if specs:
+            where = Path(specs[0].build_dir).parent
+            _log.info(
+                "compiling %d modules of kernels (%s), %d files, into %s", len(specs), ", ".join(self.names), len(self._objects), where
+            )
 
     @property
     def text(self) -> str:
@@ -203,6 +222,7 @@ class Compilation:
 
     def __init__(self, modules: Sequence[JitModule], cuda: str) -> None:
         self.progress = Progress()
+        self._modules = tuple(modules)
         self._result: Compiled | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(tuple(modules), cuda), name="rtp_llm-compile", daemon=True)
@@ -219,12 +239,15 @@ class Compilation:
         """Waits for the end; meanwhile calls ``tell`` every ``every_s`` seconds with how far it is, and ``check`` more often.
 
         Raises:
-            CompileError: as :func:`compile_modules`; and whatever ``check`` raises.
+            CompileError: as :func:`compile_modules`, or where the end does not come; and whatever ``check`` raises.
         """
-        said = time.monotonic()
+        began = said = time.monotonic()
         while self._thread.is_alive():
             self._thread.join(0.2)
             check()
+            if time.monotonic() - began > _LONGEST_S:
+                detail = f"not done after {_LONGEST_S:.0f} s: {self.progress.text}"
+                raise CompileError(Lack(KernelFault.COMPILE_FAILED, detail), self._modules)
             if time.monotonic() - said >= every_s and self._thread.is_alive():
                 said = time.monotonic()
                 tell(self.progress.text)

@@ -62,7 +62,8 @@ def _one_after_another(folder: str) -> None:
     libraries[1].unlink()
     toolkit.refusal.touch()
     error = refused()
-    assert error.lack.fault.name == "COMPILE_FAILED" and "no such register" in error.lack.detail
+    assert error.lack.fault.name == "COMPILE_FAILED" and "no such register" in error.lack.detail and "\n" not in error.lack.detail
+    assert "no such register" in (libraries[1].parent / "rtp_llm.log").read_text()
     assert [module.generate.name for module in error.failed] == ["gen_rope_module"]
     toolkit.refusal.unlink()
     assert compiled().fresh == ("rope",), "only what was not there"
