@@ -15,6 +15,7 @@ from rtp_llm.config import LoadConfig
 from rtp_llm.config.load import StackedMode
 from rtp_llm.loader.draft import Draft, readers
 from rtp_llm.loader.memory import free_bytes
+from rtp_llm.loader.predict import in_chunks
 from rtp_llm.loader.preflight import host, preflight, shortages
 from rtp_llm.parallel.watch import Watch
 from rtp_llm.parallel.world import World
@@ -23,8 +24,9 @@ from rtp_llm.transport import pagecache
 from rtp_llm.transport.fastsafetensors.config import EffectiveConfig, effective
 from rtp_llm.transport.fastsafetensors.group import GroupTransport
 from rtp_llm.transport.fastsafetensors.local import LocalTransport, Means
+from rtp_llm.transport.fastsafetensors.memory import order_of
 from rtp_llm.transport.fastsafetensors.probe import Capabilities, Tier, absent, probe
-from rtp_llm.transport.fastsafetensors.sequence import group_order, local_chunks, local_pieces, splits
+from rtp_llm.transport.fastsafetensors.sequence import local_pieces, splits
 from rtp_llm.transport.fastsafetensors.whole import WholeTransport
 from rtp_llm.transport.interface import Transport
 from rtp_llm.transport.policy import SCRATCH, Decision, Facts, asked_for, compares, decide, decided
@@ -117,20 +119,17 @@ def _built(
     drafted: Draft, means: Means, mode: StackedMode, capabilities: Capabilities, load: LoadConfig, world: World, watch: Watch
 ) -> tuple[Transport, LoadPlan]:
     plan, config = drafted.plan, means.config
-    chunk_bytes = config.chunk_bytes
-    if config.device_memory_budget is not None:
-        chunk_bytes = max(1, min(chunk_bytes, (config.device_memory_budget - plan.bytes_resident) // config.depth))
     if capabilities.tier < Tier.BOUNDED:
         whole = WholeTransport(means, capabilities, mode, free_bytes(means.device), scratch(drafted, means.device, load))
         return whole, replace(plan, bytes_staging=whole.staging_bytes(plan))
-    if world.size == 1:
-        local = LocalTransport(means, local_chunks(plan, mode, chunk_bytes))
-        return local, replace(plan, bytes_staging=local.staging_bytes)
     # All ranks cut alike, whatever each has resident.
-    chunk_bytes = min(int(text) for text in watch.exchange(str(chunk_bytes).encode()))
+    chunk_bytes = min(int(text) for text in watch.exchange(str(config.chunk_for(plan.bytes_resident)).encode()))
+    order = order_of(plan, mode, chunk_bytes, world.size)
+    plan = in_chunks(plan, order, world.rank, config, means.device.type)
+    if world.size == 1:
+        return LocalTransport(means, tuple(chunk for _, chunk in order)), plan
     terms = f"mode {mode.value} tier {capabilities.tier.name} chunk {chunk_bytes} depth {config.depth}"
-    group = GroupTransport(means, group_order(plan, mode, chunk_bytes, world.size), terms, world, watch)
-    return group, replace(plan, bytes_staging=group.staging_bytes)
+    return GroupTransport(means, order, terms, world, watch), plan
 
 
 class _Cached:

@@ -113,5 +113,9 @@ def build_plan(path: str | os.PathLike[str], parallel: ParallelConfig | None = N
     """
     parallel = parallel or ParallelConfig()
     load = load or LoadConfig.from_environment(os.environ)
-    device_type = "cpu" if load.device == "cpu" or not torch.cuda.is_available() else "cuda"
-    return draft(path, parallel, load, groups_at(parallel), device_type).plan
+    return draft(path, parallel, load, groups_at(parallel), planned_device(load)).plan
+
+
+def planned_device(load: LoadConfig) -> str:
+    """The kind of device that a plan is for, where none is looked for: ``cpu`` or ``cuda``."""
+    return "cpu" if load.device == "cpu" or not torch.cuda.is_available() else "cuda"

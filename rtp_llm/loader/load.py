@@ -38,6 +38,7 @@ from rtp_llm.parallel.world import World, agree, join_world
 from rtp_llm.plan.plan import LoadPlan, digest
 from rtp_llm.plan.room import room_for
 from rtp_llm.transport.fastsafetensors.failure import FastsafetensorsFailure
+from rtp_llm.transport.fastsafetensors.probe import Tier
 from rtp_llm.transport.interface import Moved, Progress, Quiet
 from rtp_llm.transport.policy import SCRATCH
 
@@ -195,8 +196,9 @@ def _move(
 def _deliver(
     chosen: Chosen, params: dict[str, nn.Parameter], device: torch.device, load: LoadConfig, progress: Progress, watch: Watch
 ) -> Moved:
-    # Only the own reader has several threads.
-    room = room_for(chosen.plan, hands(load, device.type)).parts if chosen.decision.method == SCRATCH else None
+    # A load in chunks has one thread; the own reader, which also fetches what whole files lack, has several.
+    in_chunks = chosen.decision.method != SCRATCH and chosen.tier is Tier.BOUNDED
+    room = None if in_chunks else room_for(chosen.plan, hands(load, device.type)).parts
     progress.start(chosen.plan.bytes_read)
     try:
         moved = chosen.transport.deliver(chosen.plan, MakingPlacement(params, chosen.plan, room), progress, watch.check)

@@ -36,9 +36,7 @@ def plan_json(plan: LoadPlan) -> dict[str, Any]:
         "tensors": len(plan.params),
         "bytes_resident": plan.bytes_resident,
         "bytes_read": plan.bytes_read,
-        "bytes_staging": plan.bytes_staging,
-        "bytes_making": plan.bytes_making,
-        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        **memory_json(plan),
         "files": [
             {"name": f.name, "format": f.format, "bytes": f.size, "bytes_read": read[f.name], "reads": tensors[f.name]} for f in plan.files
         ],
@@ -49,6 +47,11 @@ def plan_json(plan: LoadPlan) -> dict[str, Any]:
         "quantization": quantization_json(plan),
         "notes": [n.to_json() for n in plan.notes],
     }
+
+
+def memory_json(plan: LoadPlan) -> dict[str, int]:
+    """What a load takes beside the parameters, and with them."""
+    return {"bytes_staging": plan.bytes_staging, "bytes_making": plan.bytes_making, "predicted_peak_bytes": plan.predicted_peak_bytes}
 
 
 def quantization_json(plan: LoadPlan) -> dict[str, Any] | None:

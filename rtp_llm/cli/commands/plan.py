@@ -32,10 +32,13 @@ def plan(context: click.Context, /, checkpoint: str, **flags: Any) -> int:
     check_checkpoint(checkpoint)
 
     from rtp_llm.loader import build_plan
-    from rtp_llm.plan.views import plan_json
+    from rtp_llm.loader.draft import planned_device
+    from rtp_llm.loader.predict import predictions
+    from rtp_llm.plan.views import memory_json, plan_json
 
     made = build_plan(Path(checkpoint), parallel=settings.parallel, load=settings.load)
-    document = plan_json(made) | {"problems": [problem.to_json() for problem in made.problems]}
+    by_transport = {name: memory_json(plan) for name, plan in predictions(made, settings.load, planned_device(settings.load))}
+    document = plan_json(made) | {"transports": by_transport, "problems": [problem.to_json() for problem in made.problems]}
     output_of(context).emit(document, lambda: _text(document, made.problems))
     return 1 if made.problems else 0
 
@@ -48,7 +51,7 @@ def _text(document: dict[str, Any], problems: tuple[Problem, ...]) -> None:
             ("parameters", f"{document['parameters']:,} in {document['tensors']} tensors, {document['dtype']}"),
             ("resident", size(document["bytes_resident"])),
             ("read", size(document["bytes_read"])),
-            ("peak memory", f"{size(document['predicted_peak_bytes'])}, {size(document['bytes_staging'])} of it staging buffers"),
+            *((f"peak memory, {name}", _memory(taken)) for name, taken in document["transports"].items()),
             ("plan digest", document["digest"]),
         ]
     )
@@ -62,6 +65,11 @@ def _text(document: dict[str, Any], problems: tuple[Problem, ...]) -> None:
     _listed("note", [Problem.from_json(note) for note in document["notes"]])
     _listed("problem", problems)
     click.echo(f"{len(problems)} problems" if problems else "no problems")
+
+
+def _memory(taken: dict[str, int]) -> str:
+    making = f" and {size(taken['bytes_making'])} weights on their way" if taken["bytes_making"] else ""
+    return f"{size(taken['predicted_peak_bytes'])}, {size(taken['bytes_staging'])} of it staging buffers{making}"
 
 
 #: Lines of one kind beyond which only their number is printed: a checkpoint of another model has as many as it has tensors.

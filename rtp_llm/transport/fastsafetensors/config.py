@@ -53,6 +53,12 @@ class EffectiveConfig:
         """Chunks on the device at a time."""
         return 1 if self.queue_size < 0 else self.queue_size + 2
 
+    def chunk_for(self, bytes_resident: int) -> int:
+        """Bytes of a chunk: no more than its budget leaves beside the parameters."""
+        if self.device_memory_budget is None:
+            return self.chunk_bytes
+        return max(1, min(self.chunk_bytes, (self.device_memory_budget - bytes_resident) // self.depth))
+
 
 def _whole(least: int) -> Callable[[object], bool]:
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -21,7 +21,8 @@ from rtp_llm.plan.plan import LoadPlan, digest
 from rtp_llm.transport.fastsafetensors.failure import FastsafetensorsFailure, Witness
 from rtp_llm.transport.fastsafetensors.hand import Hand
 from rtp_llm.transport.fastsafetensors.local import Ending, Means, open_chunks, settled
-from rtp_llm.transport.fastsafetensors.sequence import Chunk, Message, agreement_lines, resident_chunks
+from rtp_llm.transport.fastsafetensors.memory import Order, received_bytes
+from rtp_llm.transport.fastsafetensors.sequence import Chunk, Message, agreement_lines
 from rtp_llm.transport.interface import Moved, Progress, Sink
 
 if TYPE_CHECKING:
@@ -39,22 +40,13 @@ class GroupTransport:
 
     name = "fastsafetensors"
 
-    def __init__(self, means: Means, order: tuple[tuple[int, Chunk], ...], terms: str, world: World, watch: Watch) -> None:
+    def __init__(self, means: Means, order: Order, terms: str, world: World, watch: Watch) -> None:
         self._means, self._order, self._terms = means, order, terms
         self._world, self._watch = world, watch
 
     @property
     def _own(self) -> list[Chunk]:
         return [chunk for rank, chunk in self._order if rank == self._world.rank]
-
-    @property
-    def _received_bytes(self) -> int:
-        return max((m.nbytes for rank, chunk in self._order if rank != self._world.rank for m in chunk.messages), default=0)
-
-    @property
-    def staging_bytes(self) -> int:
-        """Device memory beside the parameters: own chunks, and the largest message from another rank."""
-        return resident_chunks([chunk.nbytes for chunk in self._own], self._means.config.depth) + self._received_bytes
 
     def deliver(self, plan: LoadPlan, sink: Sink, progress: Progress, check: Callable[[], None]) -> Moved:
         agree(self._watch, digest(self._lines()), self._lines)
@@ -89,7 +81,7 @@ class GroupTransport:
         """Goes through the sequence; returns why it had to stop, empty on ranks that were only told to."""
         device = self._means.device
         status = torch.zeros(1, dtype=torch.uint8, device=device)
-        buffer = torch.empty(self._received_bytes, dtype=torch.uint8, device=device)
+        buffer = torch.empty(received_bytes(self._order, self._world.rank), dtype=torch.uint8, device=device)
         for source, chunk in self._order:
             mine, reason = source == self._world.rank, ""
             for number, message in enumerate(chunk.messages):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -11,7 +10,8 @@ from rtp_llm.checkpoint.catalog import TensorInfo
 from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.plan.boxes import Box, extent, shift, view
 from rtp_llm.plan.plan import Delivery, LoadPlan
-from rtp_llm.transport.fastsafetensors.sequence import Message, Piece, Split, narrowed
+from rtp_llm.transport.fastsafetensors.memory import Wanted
+from rtp_llm.transport.fastsafetensors.sequence import Message, Piece
 from rtp_llm.transport.interface import Sink
 
 
@@ -21,14 +21,9 @@ class Hand:
     def __init__(self, plan: LoadPlan, sink: Sink, device: torch.device) -> None:
         self._sink = sink
         self.kept_bytes = 0
-        self._wanted: defaultdict[str, list[Delivery]] = defaultdict(list)
-        self._by_expert: defaultdict[tuple[str, int], list[Delivery]] = defaultdict(list)
+        self._wanted = Wanted(plan)
         for delivery in plan.deliveries:
-            if delivery.nbytes:
-                self._wanted[delivery.tensor.name].append(delivery)
-                if delivery.raw_box:
-                    self._by_expert[delivery.tensor.name, delivery.raw_box[0][0]].append(delivery)
-            else:
+            if not delivery.nbytes:
                 # No byte of it is in any file.
                 dtype = getattr(torch, str(delivery.stored_dtype))
                 sink.place(delivery, torch.empty(extent(delivery.raw_box), dtype=dtype, device=device))
@@ -42,15 +37,10 @@ class Hand:
         return self._place(wanted)
 
     def _of_piece(self, piece: Piece, flat: torch.Tensor) -> Iterator[tuple[Delivery, torch.Tensor]]:
-        name = piece.tensor.name
-        # A layer's experts are many, and each wants one row.
-        one = piece.split is Split.EXPERTS
         content: torch.Tensor | None = None
-        for delivery in self._by_expert.get((name, piece.box[0][0]), ()) if one else self._wanted.get(name, ()):
-            part = narrowed(delivery, piece.box)
-            if part is not None:
-                content = as_stored(piece.tensor, piece.box, flat) if content is None else content
-                yield part, view(content, _from(piece.box, part.raw_box))
+        for part in self._wanted.of_piece(piece):
+            content = as_stored(piece.tensor, piece.box, flat) if content is None else content
+            yield part, view(content, _from(piece.box, part.raw_box))
 
     def _place(self, wanted: list[tuple[Delivery, torch.Tensor]]) -> int:
         if wanted:
@@ -61,11 +51,11 @@ class Hand:
 
     def take_whole(self, name: str, content: torch.Tensor) -> int:
         """Places all that this rank wants of a whole tensor; returns how many bytes those were, 0 for an unknown name."""
-        return self._place([(delivery, view(content, delivery.raw_box)) for delivery in self._wanted.get(name, ())])
+        return self._place([(delivery, view(content, delivery.raw_box)) for delivery in self._wanted.by_name.get(name, ())])
 
     def take_expert(self, name: str, expert: int, content: torch.Tensor) -> int:
         """The same of one expert of a stacked tensor, without the dimension of experts."""
-        return self._place([(d, view(content, d.raw_box[1:])[None]) for d in self._by_expert.get((name, expert), ())])
+        return self._place([(d, view(content, d.raw_box[1:])[None]) for d in self._wanted.by_expert.get((name, expert), ())])
 
 
 def _from(origin: Box, box: Box) -> Box:

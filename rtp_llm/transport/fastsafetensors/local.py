@@ -15,7 +15,7 @@ from rtp_llm.plan.plan import LoadPlan
 from rtp_llm.transport.fastsafetensors.config import EffectiveConfig
 from rtp_llm.transport.fastsafetensors.failure import FastsafetensorsFailure, Witness
 from rtp_llm.transport.fastsafetensors.hand import Hand
-from rtp_llm.transport.fastsafetensors.sequence import Chunk, resident_chunks
+from rtp_llm.transport.fastsafetensors.sequence import Chunk
 from rtp_llm.transport.interface import Moved, Progress, Sink
 
 if TYPE_CHECKING:
@@ -84,11 +84,6 @@ class LocalTransport:
 
     def __init__(self, means: Means, chunks: tuple[Chunk, ...]) -> None:
         self._means, self._chunks = means, chunks
-
-    @property
-    def staging_bytes(self) -> int:
-        """Device memory beside the parameters."""
-        return resident_chunks([chunk.nbytes for chunk in self._chunks], self._means.config.depth)
 
     def deliver(self, plan: LoadPlan, sink: Sink, progress: Progress, check: Callable[[], None]) -> Moved:
         means = self._means

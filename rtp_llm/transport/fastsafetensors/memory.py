@@ -1,0 +1,71 @@
+"""What a load in chunks takes on the device beside the parameters: pure arithmetic over its sequence."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from rtp_llm.config.load import StackedMode
+from rtp_llm.plan.plan import Delivery, LoadPlan
+from rtp_llm.plan.room import held_bytes
+from rtp_llm.transport.fastsafetensors.sequence import (
+    Chunk,
+    Piece,
+    Split,
+    group_order,
+    local_chunks,
+    narrowed,
+    resident_chunks,
+)
+
+#: Chunks in the order in which they are delivered, each with the rank that reads it.
+Order = Sequence[tuple[int, Chunk]]
+
+
+class Wanted:
+    """The deliveries of one rank, by what is read."""
+
+    def __init__(self, plan: LoadPlan) -> None:
+        self.by_name: defaultdict[str, list[Delivery]] = defaultdict(list)
+        self.by_expert: defaultdict[tuple[str, int], list[Delivery]] = defaultdict(list)
+        for delivery in plan.deliveries:
+            if delivery.nbytes:
+                self.by_name[delivery.tensor.name].append(delivery)
+                if delivery.raw_box:
+                    self.by_expert[delivery.tensor.name, delivery.raw_box[0][0]].append(delivery)
+
+    def of_piece(self, piece: Piece) -> Iterator[Delivery]:
+        """What of its deliveries a piece holds."""
+        name = piece.tensor.name
+        # A layer's experts are many, and each wants one row.
+        one = piece.split is Split.EXPERTS
+        for delivery in self.by_expert.get((name, piece.box[0][0]), ()) if one else self.by_name.get(name, ()):
+            part = narrowed(delivery, piece.box)
+            if part is not None:
+                yield part
+
+
+def order_of(plan: LoadPlan, mode: StackedMode, chunk_bytes: int, ranks: int) -> Order:
+    """What a group of ``ranks`` reads, the same on all of them; what one alone reads for itself."""
+    if ranks == 1:
+        return tuple((0, chunk) for chunk in local_chunks(plan, mode, chunk_bytes))
+    return group_order(plan, mode, chunk_bytes, ranks)
+
+
+def received_bytes(order: Order, rank: int) -> int:
+    """The largest message that another rank sends."""
+    return max((m.nbytes for source, chunk in order if source != rank for m in chunk.messages), default=0)
+
+
+def staging_bytes(order: Order, rank: int, depth: int) -> int:
+    """Own chunks, ``depth`` of them at a time, and the largest message from another rank."""
+    return resident_chunks([chunk.nbytes for source, chunk in order if source == rank], depth) + received_bytes(order, rank)
+
+
+def making_bytes(plan: LoadPlan, order: Order, step_bytes: int) -> int:
+    """Tensors that parameters are made of, from the first part to the last: with several ranks' files side by side, several."""
+    if not plan.stages:
+        return 0
+    wanted = Wanted(plan)
+    pieces = (piece for _, chunk in order for message in chunk.messages for piece in message.pieces)
+    return held_bytes((part for piece in pieces for part in wanted.of_piece(piece)), plan.stages, step_bytes)
