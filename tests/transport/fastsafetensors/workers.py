@@ -206,8 +206,8 @@ def rank_fault(directories: list[str], fault: str, marks: str, timeout_s: float)
     rank = int(os.environ["RANK"])
     harmed = rank == 1
     if harmed and fault == "order":
-        in_order = choose.group_order
-        choose.group_order = lambda *args: tuple(reversed(in_order(*args)))
+        in_order = choose.order_of
+        choose.order_of = lambda *args: tuple(reversed(in_order(*args)))
     if harmed and fault in ("killed", "cut", "frozen"):
         harm_reads(pipeline.ChunkReader, fault, Path(directories[rank]), Path(marks))
     try:
