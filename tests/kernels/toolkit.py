@@ -27,6 +27,9 @@ cat {library} > "$2"
 printf 'libcudart.so.{major}\\0' >> "$2"
 """
 
+#: Where ninja is: with the interpreter's programs, or beside its package, where ``pip install --target`` puts it.
+_NINJA = [folder for folder in (ninja.BIN_DIR, str(Path(ninja.__file__).parents[1] / "bin")) if folder]
+
 
 class Toolkit:
     """A toolkit below ``folder``; ``env`` makes a child process find it, and gives it a GPU's name and a cache of its own."""
@@ -40,7 +43,7 @@ class Toolkit:
             "FLASHINFER_WORKSPACE_BASE": str(folder / "cache"),
             "FLASHINFER_CUDA_ARCH_LIST": "9.0a",
             "FLASHINFER_LOGGING_LEVEL": "error",
-            "PATH": os.pathsep.join([ninja.BIN_DIR, os.environ["PATH"]]),
+            "PATH": os.pathsep.join([*_NINJA, os.environ["PATH"]]),
         }
         self.install("13.0")
 
