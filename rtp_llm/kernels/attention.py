@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from rtp_llm.kernels.needs import Need, named
 from rtp_llm.kernels.paging import PAGE_SIZE, PagedRows
 
 
@@ -45,6 +46,32 @@ class LatentCall:
 
 
 Call = AttentionCall | LatentCall
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeed(Need):
+    """``attention.prefill`` or ``attention.decode`` for a call."""
+
+    call: AttentionCall
+
+    @property
+    def text(self) -> str:
+        call = self.call
+        window = "" if call.window is None else f", each token seeing {call.window}"
+        return f"{self.op} of {call.heads} heads over {call.kv_heads} of {call.head_dim} {named(call.dtype)} elements{window}"
+
+
+@dataclass(frozen=True, slots=True)
+class LatentNeed(Need):
+    """``mla.decode`` for a call: latent attention over pages, of prompts too.  ``sparse``: of tokens that an indexer chooses."""
+
+    call: LatentCall
+    sparse: bool
+
+    @property
+    def text(self) -> str:
+        call = self.call
+        return f"{self.op} of {call.heads} heads over latents of {call.latent_dim} and {call.rope_dim} {named(call.dtype)} elements"
 
 
 class Plan(Protocol):

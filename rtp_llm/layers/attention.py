@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from rtp_llm.kernels.attention import AttentionCall, AttentionUser, Call
+from rtp_llm.kernels.attention import AttentionCall, AttentionNeed, AttentionUser, Call
 from rtp_llm.kernels.interface import KernelUser
-from rtp_llm.kernels.needs import RotaryNeed
+from rtp_llm.kernels.needs import Need, RotaryNeed
 from rtp_llm.kernels.paging import PagedRows
 from rtp_llm.layers.cache import CacheShape, PagedCache
 from rtp_llm.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -96,9 +96,12 @@ class Attention(KernelUser, AttentionUser):
         self.rotary_dim = shape.rotary_dim
         self.call = AttentionCall(self.qkv.heads, self.qkv.kv_heads, shape.head_dim, dtype, window)
 
-    def kernel_needs(self) -> Iterator[RotaryNeed]:
+    def kernel_needs(self) -> Iterator[Need]:
+        # Encoders turn nothing and have no cache.
         if self.rotary_dim is not None:
             yield RotaryNeed("rotate", self.call.dtype, self.head_dim, self.rotary_dim, False)
+            yield AttentionNeed("attention.prefill", self.call.dtype, self.call)
+            yield AttentionNeed("attention.decode", self.call.dtype, self.call)
 
     @property
     def cache_shape(self) -> CacheShape:

@@ -83,6 +83,10 @@ class Linear(Quantisable):
         kernel = self.products.get(WEIGHT)
         return F.linear(x, self.dense(WEIGHT).to(x.dtype), bias) if kernel is None or x.dtype != torch.bfloat16 else kernel(x, bias)
 
+    def matrix(self, dtype: torch.dtype) -> torch.Tensor:
+        """``W [out, in]`` in ``dtype``, dequantised for as long as it is used where it is held otherwise."""
+        return self.weight.to(dtype) if not self.held else self.dense(WEIGHT).to(dtype)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x, self.bias)
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from rtp_llm.kernels.attention import AttentionUser, LatentCall
+from rtp_llm.kernels.attention import AttentionUser, LatentCall, LatentNeed, TorchPlan
 from rtp_llm.kernels.interface import KernelUser
-from rtp_llm.kernels.needs import RotaryNeed
-from rtp_llm.layers.attention import Step
+from rtp_llm.kernels.needs import Need, RotaryNeed
+from rtp_llm.layers.attention import Paged, Step
 from rtp_llm.layers.cache import CacheShape
 from rtp_llm.layers.indexer import Indexer, IndexerShape
 from rtp_llm.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -113,9 +114,10 @@ class MultiHeadLatentAttention(KernelUser, AttentionUser):
         heads = even(shape.heads, tp.size, tp.rank)
         self.call = LatentCall(heads[1] - heads[0], latent, shape.rope_dim, shape.scale, dtype)
 
-    def kernel_needs(self) -> Iterator[RotaryNeed]:
+    def kernel_needs(self) -> Iterator[Need]:
         if self.shape.rotated:
             yield RotaryNeed("rotate", self.call.dtype, self.shape.rope_dim, self.shape.rope_dim, self.shape.interleaved)
+        yield LatentNeed("mla.decode", self.call.dtype, self.call, self.indexer is not None)
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -135,25 +137,48 @@ class MultiHeadLatentAttention(KernelUser, AttentionUser):
         kept = [self.kv_a_norm(latent), shared]
         if self.indexer is not None:
             kept.append(self.indexer.keys(x, step.rotary))
-        batch, seq = x.shape[:2]
-        if step.paged is None:
-            mask, causal = step.masks[self.window].tensor, step.masks[self.window].causal
-            kept = [part.unflatten(0, (batch, seq)) for part in kept]
-        else:
-            plan = step.paged.plans[self.call]
-            mask, causal = plan.mask, plan.causal
-            kept = [plan.gather(pages) for pages in step.paged.cache.write(self.layer, step.paged.rows, *kept)]
-        if self.indexer is not None and kept[0].shape[1] > self.indexer.top_k:
-            mask, causal = self.indexer.select(x, source, step.rotary, kept[2], None if step.paged is None else plan.mask), False
-        k, v = self._expanded(kept[0], kept[1])
-        by_row = q.unflatten(0, (batch, seq)).transpose(1, 2)
-        seen = F.scaled_dot_product_attention(by_row, k, v, attn_mask=mask, is_causal=causal, scale=shape.scale)
-        out: torch.Tensor = self.o(seen.transpose(1, 2).flatten(2))
+        attended = self._whole(q, kept, x, source, step) if step.paged is None else self._paged(q, kept, x, source, step, step.paged)
+        out: torch.Tensor = self.o(attended.flatten(1).unflatten(0, x.shape[:2]))
         return out
 
-    def _expanded(self, latent: torch.Tensor, shared: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys ``[batch, local heads, length, head_dim]`` and values ``[..., value_dim]`` of what is kept, ``[batch, length, ...]``."""
+    def _whole(self, q: torch.Tensor, kept: list[torch.Tensor], x: torch.Tensor, source: torch.Tensor, step: Step) -> torch.Tensor:
+        """Attention among the tokens of the pass alone, ``[tokens, local heads, value_dim]``."""
+        latent, shared, *index = (part.unflatten(0, x.shape[:2]) for part in kept)
+        mask, causal = step.masks[self.window].tensor, step.masks[self.window].causal
+        if self.indexer is not None and latent.shape[1] > self.indexer.top_k:
+            mask, causal = self.indexer.select(x, source, step.rotary, index[0]), False
+        q, k, v = (part.transpose(1, 2) for part in (q.unflatten(0, x.shape[:2]), *self._expanded(latent, shared)))
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=self.shape.scale)
+        return seen.transpose(1, 2).flatten(0, 1)
+
+    def _paged(
+        self, q: torch.Tensor, kept: list[torch.Tensor], x: torch.Tensor, source: torch.Tensor, step: Step, paged: Paged
+    ) -> torch.Tensor:
+        """Attention over all that the cache has of each row, ``[tokens, local heads, value_dim]``."""
+        latent, shared, *index = paged.cache.write(self.layer, paged.rows, *kept)
+        plan = paged.plans[self.call]
+        if self.indexer is not None:
+            # Back ends that have other plans do not have sparse attention, and were not chosen.
+            keys = plan.gather(index[0])
+            if keys.shape[1] > self.indexer.top_k:
+                plan = replace(plan, mask=self.indexer.select(x, source, step.rotary, keys, plan.mask), causal=False)
+        if isinstance(plan, TorchPlan) and x.shape[1] > 1:
+            # Many queries are cheaper against expanded keys, which are narrower than latents.
+            return plan.sdpa(q, *self._expanded(plan.gather(latent), plan.gather(shared)))
+        return self._absorbed(plan, q, latent, shared)
+
+    def _absorbed(self, plan: Any, q: torch.Tensor, latent: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        """The same sums in another order (section 2.1.2 of the paper): what expands latents is multiplied with queries and with
+        what was attended to, so that pages are read as they lie."""
         shape = self.shape
-        both = self.kv_b(latent).unflatten(-1, (-1, shape.nope_dim + shape.value_dim)).transpose(1, 2)
-        own, v = both.split((shape.nope_dim, shape.value_dim), dim=-1)
-        return torch.cat((own, shared[:, None].expand(-1, own.shape[1], -1, -1)), dim=-1), v
+        up = self.kv_b.matrix(q.dtype).unflatten(0, (q.shape[1], -1))
+        up_k, up_v = up.split((shape.nope_dim, shape.value_dim), dim=1)
+        q_latent = (q[..., : shape.nope_dim].transpose(0, 1) @ up_k).transpose(0, 1)
+        seen = self.attention.attend_latent(plan, q_latent, q[..., shape.nope_dim :], latent, shared)
+        return (seen.transpose(0, 1) @ up_v.transpose(1, 2)).transpose(0, 1)
+
+    def _expanded(self, latent: torch.Tensor, shared: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys ``[batch, length, local heads, head_dim]`` and values ``[..., value_dim]`` of what is kept, ``[batch, length, ...]``."""
+        shape = self.shape
+        own, v = self.kv_b(latent).unflatten(-1, (-1, shape.nope_dim + shape.value_dim)).split((shape.nope_dim, shape.value_dim), dim=-1)
+        return torch.cat((own, shared[:, :, None].expand(-1, -1, own.shape[2], -1)), dim=-1), v

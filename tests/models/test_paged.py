@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rtp_llm import load_model
+from rtp_llm import LoadConfig, load_model
 from rtp_llm.layers.cache import CacheSize
 from rtp_llm.layers.faults import ForwardError
 from tests.models import decoders, latents
@@ -129,6 +129,19 @@ def test_without_pages_nothing_begins(tmp_path: Path) -> None:
         assert cache.lengths(slots) == [16, 16]
         cache.release(slots[1])
         assert distance(model(ids[:1, 16:], cache, slots[:1]), model(ids[:1])[:, 16:]) < 1e-4
+
+
+@pytest.mark.parametrize("variant", ["v3", "v32"])
+def test_quantised_latents_decode_alike(variant: str, tmp_path: Path) -> None:
+    """Where what expands latents is held in FP8, decoding multiplies by the same numbers as a whole pass does."""
+    latents.save(variant, tmp_path)
+    model: Any = load_model(tmp_path, device="cpu", load=LoadConfig(quantization="inline-fp8-channel")).model
+    assert model.layers[0].attn.kv_b.held
+    ids = token_ids(2, 20)
+    cache = model.new_cache(2, 20)
+    with torch.inference_mode():
+        stepped = torch.cat([model(part, cache) for part in ids.split([15, 1, 1, 3], dim=1)], dim=1)
+        assert distance(stepped, model(ids)) < 1e-4
 
 
 def test_the_last_logits_alone(tmp_path: Path) -> None:

@@ -1,0 +1,168 @@
+"""Attention over pages against its definition; what layers declare of it; and what flashinfer is told of a pass."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rtp_llm.kernels.attention import TORCH_ATTENTION, AttentionCall, AttentionNeed, LatentCall, LatentNeed
+from rtp_llm.kernels.backends import FLASHINFER
+from rtp_llm.kernels.flashinfer_attention import _DECODE_PLAN, _MLA_PLAN, _PREFILL_PLAN, FlashInferAttention
+from rtp_llm.kernels.interface import kernel_needs
+from rtp_llm.kernels.paging import PAGE_SIZE, HostRows, PagedRows
+from rtp_llm.kernels.symbols import called
+from tests.models import latents
+from tests.support.tiny import save_tiny_llama
+
+CPU = torch.device("cpu")
+F64 = torch.float64
+BF16 = torch.bfloat16
+
+
+def rows_of(past: tuple[int, ...], tokens: int, fixed: bool = False) -> PagedRows:
+    """Rows whose pages lie in any order; ids behind a row's pages are out of range."""
+    width = max(-(-(p + tokens) // PAGE_SIZE) for p in past) + 1
+    order = (torch.randperm(len(past) * width, generator=torch.Generator().manual_seed(len(past))) + 1).view(len(past), width).int()
+    for row, p in enumerate(past):
+        order[row, -(-(p + tokens) // PAGE_SIZE) :] = 2**30
+    return PagedRows.of(HostRows(tokens, tuple(range(len(past))), past, order), CPU, fixed=fixed)
+
+
+def laid(rows: PagedRows, *shape: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Pages that are NaN but for the rows' tokens, and each row's tokens in order."""
+    pages = torch.full((len(rows.slots) * rows.tables.shape[1] + 1, PAGE_SIZE, *shape), float("nan"), dtype=F64)
+    each = []
+    for row, length in enumerate(rows.lengths.tolist()):
+        values = torch.randn(length, *shape, dtype=F64, generator=torch.Generator().manual_seed(row + shape[-1]))
+        for position in range(length):
+            pages[rows.tables[row, position // PAGE_SIZE], position % PAGE_SIZE] = values[position]
+        each.append(values)
+    return pages, each
+
+
+def defined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, scale: float) -> torch.Tensor:
+    """One row, one query and one head at a time: the queries are the last of the tokens."""
+    out = torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=F64)
+    group = q.shape[1] // k.shape[1]
+    for t in range(q.shape[0]):
+        at = len(k) - q.shape[0] + t
+        seen = slice(max(0, at + 1 - (window or len(k))), at + 1)
+        for h in range(q.shape[1]):
+            scores = (k[seen, h // group] @ q[t, h]) * scale
+            out[t, h] = scores.softmax(-1) @ v[seen, h // group]
+    return out
+
+
+@pytest.mark.parametrize("past", [(0, 0), (20, 20), (0, 15, 16, 33), (5,)])
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("window", [None, 3, 18])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_torch_attends_as_defined(past: tuple[int, ...], tokens: int, window: int | None, fixed: bool) -> None:
+    """Grouped heads, windows, rows of all lengths, over the ends of pages; nothing but a row's own tokens is looked at."""
+    rows = rows_of(past, tokens, fixed)
+    (k_pages, keys), (v_pages, values) = laid(rows, 2, 8), laid(rows, 2, 8)
+    q = torch.randn(len(past) * tokens, 6, 8, dtype=F64, generator=torch.Generator().manual_seed(9))
+    call = AttentionCall(6, 2, 8, F64, window)
+    out = TORCH_ATTENTION.attend(TORCH_ATTENTION.plan(call, rows), q, k_pages, v_pages)
+    for row, part in enumerate(q.split(tokens)):
+        torch.testing.assert_close(out.split(tokens)[row], defined(part, keys[row], values[row], window, 8**-0.5))
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_torch_attends_to_latents_as_defined(tokens: int) -> None:
+    """One key for all heads, of latent and rotated part; the latent is the value."""
+    rows = rows_of((0, 17, 30), tokens)
+    (latent_pages, latent), (rope_pages, rope) = laid(rows, 12), laid(rows, 4)
+    generator = torch.Generator().manual_seed(3)
+    q_latent, q_rope = (torch.randn(3 * tokens, 5, size, dtype=F64, generator=generator) for size in (12, 4))
+    plan = TORCH_ATTENTION.plan(LatentCall(5, 12, 4, 0.3, F64), rows)
+    out = TORCH_ATTENTION.attend_latent(plan, q_latent, q_rope, latent_pages, rope_pages)
+    for row, part in enumerate(torch.cat((q_latent, q_rope), -1).split(tokens)):
+        keys = torch.cat((latent[row], rope[row]), -1)[:, None]
+        torch.testing.assert_close(out.split(tokens)[row], defined(part, keys, latent[row][:, None], None, 0.3))
+
+
+class Told:
+    """Stands for a wrapper, which cannot be made without a GPU: takes what the real one's ``plan`` takes."""
+
+    def __init__(self, symbol: Any) -> None:
+        self._symbol = symbol
+        self.arguments: dict[str, Any] = {}
+
+    def plan(self, **arguments: Any) -> None:
+        inspect.signature(called(self._symbol)).bind(None, **arguments)
+        assert set(arguments) == set(self._symbol.keywords)
+        self.arguments = arguments
+
+
+@pytest.mark.parametrize(("tokens", "symbol"), [(1, _DECODE_PLAN), (5, _PREFILL_PLAN)])
+def test_what_flashinfer_is_told(tokens: int, symbol: Any) -> None:
+    """Pages of each row alone, in order, how full the last one is, and a window counted to the left of a token; by the names of
+    the installed version's own parameters, on the CPU, where it looks at them."""
+    rows = rows_of((0, 15, 40), tokens)
+    told = Told(symbol)
+    FlashInferAttention().renew(told, AttentionCall(32, 8, 128, BF16, window=100), rows)  # type: ignore[arg-type]
+    said = told.arguments
+    indptr, indices, last = (
+        next(said[name] for name in names if name in said)
+        for names in (("indptr", "paged_kv_indptr"), ("indices", "paged_kv_indices"), ("last_page_len", "paged_kv_last_page_len"))
+    )
+    lengths = rows.lengths.tolist()
+    assert all(tensor.dtype == torch.int32 and tensor.device == CPU for tensor in (indptr, indices, last))
+    for row, length in enumerate(lengths):
+        pages = indices[indptr[row] : indptr[row + 1]].tolist()
+        assert pages == rows.tables[row, : math.ceil(length / PAGE_SIZE)].tolist()
+        assert (len(pages) - 1) * PAGE_SIZE + last[row] == length
+    assert indptr[-1] == len(indices) and said["window_left"] == 99 and said["sm_scale"] == 128**-0.5
+    if tokens > 1:
+        assert said["qo_indptr"].tolist() == [0, 5, 10, 15] and said["causal"]
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_what_flashinfer_is_told_of_latents(tokens: int) -> None:
+    """Lengths instead of last pages; prompts are causal."""
+    rows = rows_of((0, 15, 40), tokens)
+    told = Told(_MLA_PLAN)
+    FlashInferAttention().renew(told, LatentCall(16, 512, 64, 0.1, BF16), rows)  # type: ignore[arg-type]
+    said = told.arguments
+    assert said["kv_len_arr"].tolist() == rows.lengths.tolist() and said["causal"] == (tokens > 1)
+    assert said["qo_indptr"].tolist() == [0, tokens, 2 * tokens, 3 * tokens]
+    assert said["kv_indptr"][-1] == len(said["kv_indices"]) and (said["head_dim_ckv"], said["head_dim_kpe"]) == (512, 64)
+
+
+@pytest.mark.parametrize(
+    ("need", "word"),
+    [
+        (AttentionNeed("attention.decode", BF16, AttentionCall(9, 3, 64, BF16)), ""),
+        (AttentionNeed("attention.prefill", BF16, AttentionCall(28, 4, 128, BF16, 4096)), ""),
+        (AttentionNeed("attention.prefill", BF16, AttentionCall(8, 8, 96, BF16)), "heads of 96"),
+        (LatentNeed("mla.decode", BF16, LatentCall(16, 512, 64, 0.1, BF16), False), ""),
+        (LatentNeed("mla.decode", BF16, LatentCall(16, 512, 64, 0.1, BF16), True), "sparse"),
+        (LatentNeed("mla.decode", BF16, LatentCall(16, 256, 64, 0.1, BF16), False), "latents of 256"),
+    ],
+)
+def test_sizes_that_flashinfer_has(need: Any, word: str) -> None:
+    """SmolLM2, Qwen2 and DeepSeek as published have kernels; other sizes, and sparse attention, are said not to."""
+    limit = FLASHINFER.offers[need.op].limit(need)
+    assert word in limit and bool(word) == bool(limit)
+    assert str(need.call.heads) in need.text
+
+
+def test_layers_declare_how_they_attend(tmp_path: Path) -> None:
+    """Prefill and decode of heads, once for all layers alike; latents once for both; nothing for layers without a cache."""
+    from rtp_llm import load_model
+
+    def declared(folder: Path) -> list[Any]:
+        return [n for n in kernel_needs(load_model(folder, device="cpu").model) if isinstance(n, (AttentionNeed, LatentNeed))]
+
+    ops = [need.op for need in declared(save_tiny_llama(tmp_path / "llama"))]
+    assert ops == ["attention.prefill", "attention.decode"]
+    for variant, sparse in (("v3", False), ("v32", True), ("kimi-linear", False)):
+        latents.save(variant, tmp_path / variant)
+        (need,) = declared(tmp_path / variant)
+        assert (need.op, need.sparse, need.call.latent_dim, need.call.rope_dim) == ("mla.decode", sparse, 20, 8)
