@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 #: Seconds between two looks for another rank's error while a message is under way.
 POLL_SECONDS = 0.05
-#: Looks for the end of a broadcast without a pause, and the pause between later ones: a message takes a fraction of a
+#: Looks for the end of a collective without a pause, and the pause between later ones: a message takes a fraction of a
 #: millisecond between GPUs, and some milliseconds between processes of a CPU, which want the core for themselves.
 _EAGER_LOOKS, _PAUSE_SECONDS = 100, 0.0002
 
@@ -45,10 +45,30 @@ def broadcast_bytes(flat: torch.Tensor, source: int, group: dist.ProcessGroup, c
 
     When it returns, the bytes are there, and ``flat`` may be changed or freed.
     """
-    assert flat.dtype is torch.uint8 and flat.is_contiguous()
+    _together([flat], lambda: dist.broadcast(flat, group=group, group_src=source, async_op=True), check)
 
-    stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
-    work = dist.broadcast(flat, group=group, group_src=source, async_op=True)
+
+def scatter_bytes(
+    flat: torch.Tensor, parts: Sequence[torch.Tensor], source: int, group: dist.ProcessGroup, check: Callable[[], None]
+) -> None:
+    """Fills ``flat`` on each rank with its part of ``parts``, one of equal size for each rank, which only group rank ``source`` has;
+    as :func:`broadcast_bytes` otherwise."""
+    _together([flat, *parts], lambda: dist.scatter(flat, list(parts) or None, group=group, group_src=source, async_op=True), check)
+
+
+def all_gather_bytes(parts: Sequence[torch.Tensor], flat: torch.Tensor, group: dist.ProcessGroup, check: Callable[[], None]) -> None:
+    """Fills ``parts``, one of equal size for each rank, on all ranks with their ``flat``; as :func:`broadcast_bytes` otherwise."""
+    _together([flat, *parts], lambda: dist.all_gather(list(parts), flat, group=group, async_op=True), check)
+
+
+def _together(tensors: Sequence[torch.Tensor], start: Callable[[], dist.Work | None], check: Callable[[], None]) -> None:
+    """Begins a collective and waits for its end; nothing is sent where there is nothing to send."""
+    first = tensors[0]
+    assert all(t.dtype is torch.uint8 and t.is_contiguous() and t.shape == first.shape for t in tensors)
+    if not first.numel():
+        return
+    stream = torch.cuda.current_stream(first.device) if first.is_cuda else None
+    work = start()
     assert work is not None, "this rank is not in the group"
     # Asked for, and not waited for: a wait could not be left when a peer has failed.
     looks = 0

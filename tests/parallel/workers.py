@@ -14,8 +14,7 @@ import torch
 from rtp_llm import load_model
 from rtp_llm.config import LoadConfig
 from rtp_llm.errors import RtpLlmError
-from rtp_llm.parallel.wire import receive_bytes, send_bytes
-from rtp_llm.parallel.world import World, agree, join_world, meeting
+from rtp_llm.parallel.world import World, agree, join_world
 from rtp_llm.transport.scratch.files import Files
 
 SETTINGS = LoadConfig(device="cpu", timeout_s=60.0)
@@ -30,24 +29,6 @@ def gather(payloads: list[bytes]) -> list[bytes]:
     with world.watch() as watch:
         assert watch.exchange(b"first") == [b"first"] * world.size
         return watch.exchange(payloads[world.rank])
-
-
-def round_trip(dtype_name: str, shape: tuple[int, ...]) -> bool:
-    """Rank 1 sends random bits of a dtype to rank 0 and gets them back."""
-    world = joined()
-    dtype = getattr(torch, dtype_name)
-    empty = torch.empty(shape, dtype=dtype)
-    torch.manual_seed(1)
-    bits = torch.randint(0, 256, (empty.nbytes,), dtype=torch.uint8)
-    sent = bits.view(dtype).reshape(shape) if empty.nbytes else empty
-    assert world.data is not None
-    with world.watch() as watch, meeting(world, watch) as check:
-        if world.rank == 1:
-            send_bytes(sent, 0, world.data, check)
-        receive_bytes(empty, 1 - world.rank, world.data, check)
-        if world.rank == 0:
-            send_bytes(empty, 1, world.data, check)
-    return torch.equal(empty.reshape(-1).view(torch.uint8), bits)
 
 
 def agreed(lines: list[list[str]]) -> str:
