@@ -59,7 +59,7 @@ def choose(
     lacking = {op: [(n, lack) for n in needs if n.op == op for lack in lacks(backend, n, found, device)] for op in ops}
     if setting != AUTO and any(lacking.values()):
         raise KernelError(problems(backend, lacking))
-    why = "it was asked for" if setting != AUTO else f"all of it is there in {backend.requirement}"
+    why = "it was asked for" if setting != AUTO else "all that it calls is there"
     return tuple(_torch(op, *lacking[op][0]) if lacking[op] else Choice(op, backend.name, why) for op in ops)
 
 

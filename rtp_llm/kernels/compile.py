@@ -170,11 +170,14 @@ def _build_one(spec: Any, errors: dict[str, str]) -> None:
 
 
 def _load(specs: Sequence[tuple[JitModule, Any]]) -> None:
+    failed: dict[JitModule, str] = {}
     for module, spec in specs:
         try:
             called(module.load)(*module.arguments)
         except (*IMPORT_ERRORS, ValueError) as error:
-            raise CompileError(Lack(KernelFault.COMPILE_FAILED, f"{spec.name} cannot be loaded: {error}"), [module]) from error
+            failed[module] = f"{spec.name} cannot be loaded: {str(error)[:_MOST_CHARACTERS]}"
+    if failed:
+        raise CompileError(Lack(KernelFault.COMPILE_FAILED, "; ".join(failed.values())), tuple(failed))
 
 
 def _modified(spec: Any) -> int:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
+from rtp_llm.config import LoadConfig, ParallelConfig
 from rtp_llm.kernels.backends import FLASHINFER
 from rtp_llm.kernels.choose import choose
 from rtp_llm.kernels.compile import Compilation, Compiled, CompileError, cuda_major, toolless
 from rtp_llm.kernels.faults import KernelError
 from rtp_llm.kernels.offers import DeviceFacts, JitModule
 from rtp_llm.layers.norm import RMSNorm
-from rtp_llm.loader.kernels import KernelPlan, KernelSetup
+from rtp_llm.loader.draft import draft
+from rtp_llm.loader.kernels import KernelPlan, KernelSetup, plan_kernels
+from rtp_llm.parallel.groups import groups_at
 from tests.kernels.declared import NEEDS
 from tests.kernels.toolkit import Toolkit
 from tests.support.ranks import run_ranks
+from tests.support.tiny import save_tiny_llama
 
 HOPPER = DeviceFacts("cuda", (9, 0), "13.0")
 
@@ -94,6 +99,28 @@ def test_processes_of_a_host_take_turns(tmp_path: Path) -> None:
     results = [result.value for result in run_ranks(2, _all_at_once, env=toolkit.env)]
     assert sorted(results) == [(), ("norm", "rope")]
     assert toolkit.compiled == 4, "two files each"
+
+
+def _loaded_as_on_a_gpu(checkpoint: str, setting: str) -> dict[str, str | None]:
+    with pytest.MonkeyPatch.context() as patch:
+        # The one thing that cannot be had: a GPU's name.
+        patch.setattr("rtp_llm.loader.kernels.device_facts", lambda device: HOPPER)
+        place = ParallelConfig()
+        model = draft(checkpoint, place, LoadConfig(device="cpu"), groups_at(place), "cpu").model
+        setup = KernelSetup(plan_kernels(model, torch.bfloat16, setting, torch.device("cpu")), speaks=True)
+        report = setup.bind(model, [setup.wait(lambda: None)])
+    return {choice.op: choice.fault for choice in report.choices}
+
+
+def test_a_model_from_declaration_to_binding(tmp_path: Path) -> None:
+    """Resolved in the real wheel, compiled, loaded, bound; the toolkit's libraries have no functions in them, so modules that look
+    for theirs when they are loaded cannot be used, and their operations, and no others, are torch's."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    checkpoint = save_tiny_llama(tmp_path / "llama", dtype=torch.bfloat16, **sizes)
+    (result,) = run_ranks(1, _loaded_as_on_a_gpu, str(checkpoint), "auto", env=Toolkit(tmp_path).env)
+    sound = {"rms_norm", "add_rms_norm", "rotate"}
+    assert {op: fault for op, fault in result.value.items() if op in sound} == dict.fromkeys(sound)
+    assert {fault for op, fault in result.value.items() if op not in sound} == {"COMPILE_FAILED"}
 
 
 def _without_tools() -> list[str]:
