@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,9 +29,10 @@ from rtp_llm.transport.fastsafetensors.memory import order_of
 from rtp_llm.transport.fastsafetensors.probe import Capabilities, Tier, absent, probe
 from rtp_llm.transport.fastsafetensors.sequence import local_pieces, splits
 from rtp_llm.transport.fastsafetensors.whole import WholeTransport
-from rtp_llm.transport.interface import Transport
-from rtp_llm.transport.policy import SCRATCH, Decision, Facts, asked_for, compares, decide, decided
+from rtp_llm.transport.interface import Moved, Transport
+from rtp_llm.transport.policy import FASTSAFETENSORS, SCRATCH, Decision, Facts, asked_for, compares, decide, decided
 from rtp_llm.transport.scratch.reader import ScratchTransport
+from rtp_llm.transport.scratch.team import Team
 
 _log = logging.getLogger("rtp_llm.loader")
 
@@ -50,13 +52,21 @@ class Chosen:
     tier: Tier | None = None
 
 
-def scratch(drafted: Draft, device: torch.device, load: LoadConfig) -> ScratchTransport:
+def reader_team(device: torch.device, load: LoadConfig) -> AbstractContextManager[Team[Moved] | None]:
+    """The own reader's threads, which get ready while the load is planned; none where another transport was asked for."""
+    return nullcontext() if load.load_method == FASTSAFETENSORS else Team(device, readers(load, device.type), load.buffer_mib << 20)
+
+
+def scratch(drafted: Draft, device: torch.device, load: LoadConfig, team: Team[Moved] | None = None) -> ScratchTransport:
     """The own reader, as the settings want it."""
-    return ScratchTransport(drafted.catalog.directory, device, readers(load, device.type), load.buffer_mib << 20, load.read_gap_kib << 10)
+    threads, buffer_bytes, most_gap = readers(load, device.type), load.buffer_mib << 20, load.read_gap_kib << 10
+    return ScratchTransport(drafted.catalog.directory, device, threads, buffer_bytes, most_gap, team)
 
 
-def choose(drafted: Draft, device: torch.device, load: LoadConfig, world: World, watch: Watch) -> Chosen:
+def choose(drafted: Draft, device: torch.device, load: LoadConfig, world: World, watch: Watch, team: Team[Moved] | None = None) -> Chosen:
     """Decides, on all ranks alike, logs the decision once, and makes sure that the load fits.
+
+    ``team``: the own reader's; dismissed if it will not be used.
 
     Raises:
         PlanError: it does not fit, by any transport.
@@ -65,7 +75,7 @@ def choose(drafted: Draft, device: torch.device, load: LoadConfig, world: World,
     """
     mode = StackedMode(load.stacked_moe_mode)
     if load.load_method == SCRATCH:
-        return _scratch(drafted, device, load, asked_for(mode), None, world, watch)
+        return _scratch(drafted, device, load, asked_for(mode), None, world, watch, team)
     config = effective(load)
     gpudirect = device.type == "cuda" and config.copier in ("gds", "fgds") and _GDS_NODE.exists()
     if config.copier == "gds" and not gpudirect and config.loader == "base":
@@ -74,7 +84,9 @@ def choose(drafted: Draft, device: torch.device, load: LoadConfig, world: World,
     lack, facts = _together(absent(), _facts(drafted, device, load, world, config, gpudirect, cached), watch)
     early = decided(load.load_method, mode, facts, lack)
     if early is not None:
-        return _scratch(drafted, device, load, early, Tier.ABSENT if lack else None, world, watch)
+        return _scratch(drafted, device, load, early, Tier.ABSENT if lack else None, world, watch, team)
+    if team is not None:
+        team.dismiss()
     capabilities = _least_able(_reached(probe(), config), watch)
     first = decide(load.load_method, mode, facts, capabilities)
     if first.method == SCRATCH:
@@ -89,9 +101,16 @@ def choose(drafted: Draft, device: torch.device, load: LoadConfig, world: World,
 
 
 def _scratch(
-    drafted: Draft, device: torch.device, load: LoadConfig, decision: Decision, tier: Tier | None, world: World, watch: Watch
+    drafted: Draft,
+    device: torch.device,
+    load: LoadConfig,
+    decision: Decision,
+    tier: Tier | None,
+    world: World,
+    watch: Watch,
+    team: Team[Moved] | None = None,
 ) -> Chosen:
-    chosen = _told(Chosen(scratch(drafted, device, load), decision, drafted.plan, tier), world)
+    chosen = _told(Chosen(scratch(drafted, device, load, team), decision, drafted.plan, tier), world)
     preflight(chosen.plan, device, watch)
     return chosen
 

@@ -21,7 +21,7 @@ from rtp_llm.config.faults import ConfigFault
 from rtp_llm.errors import ConfigError, Problem
 from rtp_llm.layers.cache import CacheSize
 from rtp_llm.loader.cache_room import check_cache
-from rtp_llm.loader.choose import Chosen, choose, fallen_back
+from rtp_llm.loader.choose import Chosen, choose, fallen_back, reader_team
 from rtp_llm.loader.device import resolve_device
 from rtp_llm.loader.draft import Draft, draft, hands
 from rtp_llm.loader.finish import finish
@@ -41,6 +41,7 @@ from rtp_llm.transport.fastsafetensors.failure import FastsafetensorsFailure
 from rtp_llm.transport.fastsafetensors.probe import Tier
 from rtp_llm.transport.interface import Moved, Progress, Quiet
 from rtp_llm.transport.policy import SCRATCH
+from rtp_llm.transport.scratch.team import Team
 
 _log = logging.getLogger("rtp_llm.loader")
 
@@ -106,7 +107,8 @@ def load_model(
             torch.cuda.set_device(target)  # NCCL takes the current device
         parallel = place_of(world, parallel)
         size = None if cache is None else cache()
-        return _load(path, target, parallel, load, progress or Quiet(), world, watch, clock, size)
+        with reader_team(target, load) as team:
+            return _load(path, target, parallel, load, progress or Quiet(), world, watch, clock, size, team)
 
 
 def _load(
@@ -119,6 +121,7 @@ def _load(
     watch: Watch,
     clock: _Clock,
     cache: CacheSize | None,
+    team: Team[Moved] | None,
 ) -> LoadedModel:
     with clock.phase("plan"):
         drafted = draft(path, parallel, load, world.groups(parallel, watch), device.type)
@@ -130,7 +133,7 @@ def _load(
         said = (*content, *kernels.lines())
         agree(watch, digest(iter((plan.digest, *said))), lambda: chain(plan.agreement_lines(), said))
     with clock.phase("choose"):
-        chosen = choose(drafted, device, load, world, watch)
+        chosen = choose(drafted, device, load, world, watch, team)
         if cache is not None:
             check_cache(cache, drafted.model, chosen.plan, device, watch)
     setup = KernelSetup(kernels, world.rank == 0)

@@ -36,8 +36,8 @@ def _memory(spec: ParamSpec, device: torch.device) -> torch.Tensor:
         # An inference tensor could not be written by the reader threads, which have a mode of their own.
         with torch.inference_mode(False):
             return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
-    except RuntimeError as error:  # torch.OutOfMemoryError for a device; the CPU's allocator has no class of its own
-        if not isinstance(error, torch.OutOfMemoryError) and "not enough memory" not in str(error):
+    except RuntimeError as error:  # torch.OutOfMemoryError for a device; the CPU's allocator has no class of its own, but a name
+        if not isinstance(error, torch.OutOfMemoryError) and "CPUAllocator" not in str(error):
             raise
         raise PlanError(
             Problem(

@@ -24,7 +24,7 @@ class Runs:
     @property
     def count(self) -> int:
         """How many runs there are."""
-        return prod(times for times, _ in self.steps)
+        return prod([times for times, _ in self.steps]) if self.steps else 1
 
     @property
     def nbytes(self) -> int:
@@ -33,7 +33,8 @@ class Runs:
     @property
     def stop(self) -> int:
         """The offset behind the last byte of the last run."""
-        return self.first + sum((times - 1) * apart for times, apart in self.steps) + self.length
+        last = sum([(times - 1) * apart for times, apart in self.steps]) if self.steps else 0
+        return self.first + last + self.length
 
     def offsets(self) -> list[int]:
         """The offset of each run."""

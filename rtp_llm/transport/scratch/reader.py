@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from types import TracebackType
 
 import torch
@@ -23,6 +22,7 @@ from rtp_llm.transport.interface import Moved, Progress, Sink
 from rtp_llm.transport.scratch.blocks import MAX_OVERREAD, MAX_RUNS, Block, Comb, Extent, Stretch, work_of
 from rtp_llm.transport.scratch.files import Files
 from rtp_llm.transport.scratch.staging import Staging
+from rtp_llm.transport.scratch.team import Team
 
 #: From this many parts on, a block goes to the device in one transfer and is spread there: a transfer for each part
 #: costs about 10 microseconds of a thread's time, as much as 400 KB on the link.
@@ -35,49 +35,39 @@ _PROGRESS_BYTES = 64 << 20
 class ScratchTransport:
     """``deliver`` by ``threads`` reader threads with staging buffers of ``buffer_bytes`` each.
 
-    ``most_gap``: unwanted bytes between two wanted runs of a matrix that are read rather than skipped.
+    ``most_gap``: unwanted bytes between two wanted runs of a matrix that are read rather than skipped.  ``team``: threads that are
+    ready, with as large buffers; it can be used once.
     """
 
     name = "scratch"
 
-    def __init__(self, directory: str, device: torch.device, threads: int, buffer_bytes: int, most_gap: int) -> None:
-        self._directory, self._device = directory, device
+    def __init__(
+        self, directory: str, device: torch.device, threads: int, buffer_bytes: int, most_gap: int, team: Team[Moved] | None = None
+    ) -> None:
+        self._directory, self._device, self._team = directory, device, team
         self._threads, self._buffer_bytes, self._most_gap = threads, buffer_bytes, most_gap
 
     def deliver(self, plan: LoadPlan, sink: Sink, progress: Progress, check: Callable[[], None]) -> Moved:
         with collector_paused():
             work = _Work(list(work_of(plan, sink.direct, self._buffer_bytes, self._most_gap)))
         whole = threading.Lock()
-        with ThreadPoolExecutor(self._threads, "rtp_llm-read") as pool:
-            readers = [
-                pool.submit(
-                    _Reader(
-                        Files(self._directory, plan.files), sink, progress, self._device, self._buffer_bytes, self._most_gap, whole
-                    ).run,
-                    work,
-                    check,
-                )
-                for _ in range(self._threads)
-            ]
-            _finish(readers, work, sink)
-        moved = [reader.result() for reader in readers]
+
+        def read(staging: Staging) -> Moved:
+            files = Files(self._directory, plan.files)
+            return _Reader(files, sink, progress, self._device, self._buffer_bytes, self._most_gap, whole).run(work, check, staging)
+
+        with self._team or Team[Moved](self._device, self._threads, self._buffer_bytes) as team:
+            try:
+                moved = team.work(read)
+            finally:  # after an error of one, or an interrupt here, the others stop at their next piece of work
+                work.stop()
+                sink.stop()
         return Moved(
             bytes_read=sum(m.bytes_read for m in moved),
             bytes_copied=sum(m.bytes_copied for m in moved),
             slow_path=sum(not d.passes for d in plan.deliveries),
             bytes_placed=sum(m.bytes_placed for m in moved),
         )
-
-
-def _finish(readers: list[Future[Moved]], work: _Work, sink: Sink) -> None:
-    """Waits for all readers; an error of one, or an interrupt here, stops the others at their next piece of work."""
-    try:
-        done, _ = wait(readers, return_when=FIRST_EXCEPTION)
-        for reader in done:
-            reader.result()
-    finally:
-        work.stop()
-        sink.stop()
 
 
 class _Work:
@@ -127,9 +117,9 @@ class _Reader:
         self._scrap = memoryview(bytearray(max(most_gap, int(MAX_OVERREAD * buffer_bytes))))
         self._overread = self._copied = 0
 
-    def run(self, work: _Work, check: Callable[[], None]) -> Moved:
+    def run(self, work: _Work, check: Callable[[], None], staging: Staging) -> Moved:
         placed = told = 0
-        with self._files, work, Staging(self._device, self._buffer_bytes) as staging:
+        with self._files, work:
             while (piece := work.next()) is not None:
                 check()
                 if isinstance(piece, Block):

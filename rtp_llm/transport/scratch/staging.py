@@ -35,7 +35,8 @@ class Slot:
 
 
 class Staging:
-    """Hands out buffers, allocated on first use: a load that goes straight into parameters needs none.
+    """Hands out buffers.  On the CPU there is one, allocated on first use, since a load that goes straight into parameters needs
+    none; for CUDA there are :data:`CUDA_BUFFERS`, made by :meth:`prepare` or on first use.
 
     Within its context the thread's current stream is one of its own.
     """
@@ -60,6 +61,12 @@ class Staging:
         for memory in self._pinned:
             memory.release()
 
+    def prepare(self) -> None:
+        """Makes the buffers that every load needs, ahead of it."""
+        if self._stream is not None:
+            while len(self._slots) < CUDA_BUFFERS:
+                self._add()
+
     def take(self, nbytes: int) -> Slot:
         """A buffer of at least ``nbytes`` whose earlier content has left it; to be given back by :meth:`give`."""
         if nbytes > self._buffer_bytes:
@@ -78,15 +85,17 @@ class Staging:
             self._stream.synchronize()
 
     def _next(self) -> Slot:
-        cuda = self._stream is not None
-        if len(self._slots) < (CUDA_BUFFERS if cuda else 1):
-            if cuda:
-                self._pinned.append(_Pinned(self._buffer_bytes))
-                self._slots.append(Slot(self._pinned[-1].tensor, torch.cuda.Event()))  # type: ignore[no-untyped-call]
-            else:
-                self._slots.append(Slot(torch.empty(self._buffer_bytes, dtype=torch.uint8)))
+        if len(self._slots) < (1 if self._stream is None else CUDA_BUFFERS):
+            self._add()
         self._turn = (self._turn + 1) % len(self._slots)
         return self._slots[self._turn]
+
+    def _add(self) -> None:
+        if self._stream is None:
+            self._slots.append(Slot(torch.empty(self._buffer_bytes, dtype=torch.uint8)))
+            return
+        self._pinned.append(_Pinned(self._buffer_bytes))
+        self._slots.append(Slot(self._pinned[-1].tensor, torch.cuda.Event()))  # type: ignore[no-untyped-call]
 
 
 class _Pinned:
@@ -97,11 +106,7 @@ class _Pinned:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._map = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_HUGEPAGE)
-        memory = torch.frombuffer(self._map, dtype=torch.uint8)
-        skip = -memory.data_ptr() % _HUGE_PAGE
-        self.tensor = memory[skip : skip + nbytes].zero_()
+        self.tensor = in_huge_pages(nbytes)
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(int(runtime.cudaHostRegister(self.tensor.data_ptr(), nbytes, 0)))
 
@@ -109,3 +114,15 @@ class _Pinned:
         """Unlocks the memory; nothing may be copying from it."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(int(runtime.cudaHostUnregister(self.tensor.data_ptr())))
+
+
+def in_huge_pages(nbytes: int) -> torch.Tensor:
+    """``uint8`` memory of its own, in huge pages where the system has some, all of which are there: touched by this thread."""
+    pages = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    skip = -memory.data_ptr() % _HUGE_PAGE
+    tensor = memory[skip : skip + nbytes]
+    # A byte of each page, by numpy: zero_ would start as many threads as there are CPUs for each thread that calls it.
+    tensor.numpy()[:: mmap.PAGESIZE] = 0
+    return tensor

@@ -1,0 +1,113 @@
+"""Reader threads are ready before there is work, do it once each, and are never left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from rtp_llm import LoadConfig, load_model
+from rtp_llm.errors import CheckpointError
+from rtp_llm.transport.scratch.staging import Staging
+from rtp_llm.transport.scratch.team import Team
+from tests.support.paths import child_env
+
+CPU = torch.device("cpu")
+
+
+def readers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("rtp_llm-read")]
+
+
+def test_a_job_runs_once_in_every_thread() -> None:
+    """Threads are there, each with its buffers, before the job is; each runs it once; they end with it."""
+    ready = threading.Barrier(4)
+    prepared = []
+
+    class Counting(Staging):
+        def prepare(self) -> None:
+            super().prepare()
+            prepared.append(self)
+            ready.wait(timeout=30)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rtp_llm.transport.scratch.team.Staging", Counting)
+        with Team[tuple[Staging, int]](CPU, 3, 64) as team:
+            ready.wait(timeout=30)
+            assert len(prepared) == len(readers()) == 3
+            with team as again:  # whoever has the job
+                done = again.work(lambda staging: (staging, threading.get_ident()))
+            assert readers() == []
+    assert {id(staging) for staging, _ in done} == {id(staging) for staging in prepared}
+    assert len({thread for _, thread in done}) == 3
+
+
+def test_without_a_job_the_threads_end() -> None:
+    """Leaving the context is enough, with an error as well as without one."""
+    with pytest.raises(KeyError), Team[int](CPU, 3, 64):
+        raise KeyError
+    team = Team[int](CPU, 3, 64)
+    with team:
+        team.dismiss()
+        assert readers() == []
+    assert readers() == []
+
+
+@pytest.mark.parametrize("where", ["preparing", "working"])
+def test_an_error_of_one_thread_is_raised(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of getting buffers, or of the job; the others' results are not waited for."""
+    first, stop = threading.Lock(), threading.Event()
+
+    def once() -> None:
+        if first.acquire(blocking=False):
+            raise OSError("locked memory")
+
+    def job(staging: Staging) -> int:
+        if where == "working":
+            once()
+        assert stop.wait(timeout=30)
+        return 1
+
+    if where == "preparing":
+        monkeypatch.setattr(Staging, "prepare", lambda staging: once())
+    with Team[int](CPU, 3, 64) as team:
+        with pytest.raises(OSError, match="locked memory"):
+            team.work(job)
+        stop.set()
+    assert readers() == []
+
+
+def test_a_load_that_cannot_be_planned_leaves_no_thread(tmp_path: Path) -> None:
+    """The threads that were to read it have started by then."""
+    with pytest.raises(CheckpointError):
+        load_model(tmp_path, load=LoadConfig(device="cpu"))
+    assert readers() == []
+
+
+def test_buffers_are_touched_by_the_thread_that_asks() -> None:
+    """Three threads that get memory in huge pages are three threads: torch starts none for each of them."""
+    script = """
+import os, threading
+import torch
+from rtp_llm.transport.scratch.staging import in_huge_pages
+torch.set_num_threads(8)
+kept, done, leave = [], threading.Semaphore(0), threading.Event()
+def work():
+    kept.append(in_huge_pages(5 << 20))
+    done.release()
+    leave.wait(30)
+before = len(os.listdir("/proc/self/task"))
+threads = [threading.Thread(target=work) for _ in range(3)]
+for thread in threads: thread.start()
+for thread in threads: done.acquire(timeout=30)
+found = len(os.listdir("/proc/self/task")) - before
+leave.set()
+assert all(t.numel() == 5 << 20 and not t.any() and t.data_ptr() % (2 << 20) == 0 for t in kept)
+print(found)
+"""
+    done = subprocess.run([sys.executable, "-c", script], env=child_env(), capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "3"), done.stderr
