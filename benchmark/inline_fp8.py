@@ -34,7 +34,8 @@ def measure(directory: str, method: str) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.empty(1, device=device)  # the context is no part of a load
-    load = LoadConfig(device=device, load_method="scratch", quantization=None if method == "none" else method, progress=False)
+    quantization = None if method == "none" else method
+    load = LoadConfig(device=device, load_method="scratch", quantization=quantization, kernels="torch", progress=False)
     report = load_model(directory, load=load).report
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",

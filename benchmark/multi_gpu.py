@@ -156,7 +156,7 @@ def _worker(task: dict[str, Any]) -> int:
 
     row, rank, ranks = Row(**task["row"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = ParallelConfig(tp_size=ranks, tp_rank=rank) if row.split == "tp" else ParallelConfig(ep_size=ranks, ep_rank=rank)
-    load = LoadConfig(device=task["device"], load_method=row.method, stacked_moe_mode=row.stacked_moe_mode)
+    load = LoadConfig(device=task["device"], load_method=row.method, stacked_moe_mode=row.stacked_moe_mode, kernels="torch")
     found = []
     for _ in range(task["runs"]):
         report = load_model(task["directory"], parallel=place, load=load).report.to_json()

@@ -14,6 +14,7 @@ Not named like the package: Python looks for modules beside the script first, an
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import socket
@@ -148,9 +149,9 @@ def _one(directory: Path, device: str) -> int:
     """One rank's load; its report is the last line of stdout."""
     import torch.distributed as dist
 
-    from rtp_llm import load_model
+    from rtp_llm import LoadConfig, load_model
 
-    loaded = load_model(directory, device=device)
+    loaded = load_model(directory, device=device, load=dataclasses.replace(LoadConfig.from_environment(os.environ), kernels="torch"))
     print(json.dumps(loaded.report.to_json()))
     if dist.is_initialized():
         dist.destroy_process_group()

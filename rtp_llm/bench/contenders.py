@@ -109,7 +109,8 @@ class Contender:
 
 
 def _ours(job: Job, method: str) -> Outcome:
-    load = replace(job.load, load_method=method, device=str(job.device), progress=False)
+    # Bytes are measured, not a compiler, nor the import of what nothing will call.
+    load = replace(job.load, load_method=method, device=str(job.device), kernels="torch", progress=False)
     loaded = load_model(job.catalog.directory, parallel=job.parallel, load=load, progress=job.recorder)
     report = loaded.report
     if report.effective_mode != method:

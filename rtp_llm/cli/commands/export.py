@@ -51,9 +51,10 @@ def _prepare(checkpoint: str, out: str) -> None:
 
 def _exact(load: LoadConfig, checkpoint: str) -> LoadConfig:
     """``load`` with a dtype that holds every stored weight exactly, unless the user chose one: ``config.json`` may name
-    a narrower one, and what was narrowed cannot be written back."""
+    a narrower one, and what was narrowed cannot be written back.  And without kernels to be compiled: nothing will run."""
     from rtp_llm.checkpoint import read_catalog
     from rtp_llm.plan.dtypes import CASTABLE, widest
 
+    load = replace(load, kernels="torch") if load.kernels == "auto" else load
     stored = {CASTABLE[tensor.dtype] for tensor in read_catalog(checkpoint).tensors if tensor.dtype in CASTABLE}
     return replace(load, dtype=widest(stored)) if stored and load.dtype == "auto" else load
