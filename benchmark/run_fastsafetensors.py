@@ -121,9 +121,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, help="a checkpoint directory; without it one is made and removed")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--runs", type=int, help="at most so many of each row")
-    parser.add_argument(
-        "--minutes", type=float, default=5.0, help="a row is run again only if that ends within them"
-    )
+    parser.add_argument("--minutes", type=float, default=5.0, help="a row is run again only if that ends within them")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
