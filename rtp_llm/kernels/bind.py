@@ -10,7 +10,7 @@ from torch import nn
 
 from rtp_llm.kernels.attention import TORCH_ATTENTION, AttentionUser
 from rtp_llm.kernels.interface import Kernels, KernelUser
-from rtp_llm.kernels.torch_kernels import TORCH
+from rtp_llm.kernels.torch_kernels import TORCH, RotaryTables
 
 #: Operations of attention over pages, which layers call through their ``attention``.
 ATTENTION_OPS = frozenset({"attention.prefill", "attention.decode", "mla.decode"})
@@ -34,10 +34,11 @@ class Composed:
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return self._gate.silu_and_mul(gate_up)
 
-    def rotate(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._rotary.rotate(q, k, cos, sin, interleaved)
+    def rotary_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
+        return self._rotary.rotary_tables(cos, sin)
+
+    def rotate(self, q: torch.Tensor, k: torch.Tensor, tables: RotaryTables, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._rotary.rotate(q, k, tables, interleaved)
 
 
 def bind(model: nn.Module, by_op: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ import torch
 from rtp_llm.kernels.needs import GateNeed, Need, NormNeed, RotaryNeed
 from rtp_llm.kernels.offers import JitModule, Offer
 from rtp_llm.kernels.symbols import Symbol, called
+from rtp_llm.kernels.torch_kernels import RotaryTables
 
 #: What its kernels are instantiated for (``DISPATCH_DLPACK_DTYPE_TO_CTYPE_FP16`` in its sources).
 HALVES = frozenset({torch.bfloat16, torch.float16})
@@ -67,14 +68,15 @@ class FlashInferKernels:
         out: torch.Tensor = self._silu_and_mul(input=gate_up.contiguous())
         return out
 
-    def rotate(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotary_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
+        """Cosines and sines side by side, float32 ``[tokens, rot]``, and which row of it is whose ``[tokens]``: each its own."""
         half = cos.shape[-1] // 2
-        tables = torch.cat((cos[:, :half], sin[:, :half]), dim=-1).float()
-        positions = torch.arange(len(q), device=q.device)
+        return torch.cat((cos[:, :half], sin[:, :half]), dim=-1).float(), torch.arange(len(cos), device=cos.device)
+
+    def rotate(self, q: torch.Tensor, k: torch.Tensor, tables: RotaryTables, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        table, rows = tables
         turned: tuple[torch.Tensor, torch.Tensor] = self._rotate(
-            positions=positions, query=q, key=k, head_size=q.shape[-1], cos_sin_cache=tables, is_neox=not interleaved
+            positions=rows, query=q, key=k, head_size=q.shape[-1], cos_sin_cache=table, is_neox=not interleaved
         )
         return turned
 

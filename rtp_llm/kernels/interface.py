@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rtp_llm.kernels.needs import Need
-from rtp_llm.kernels.torch_kernels import TORCH
+from rtp_llm.kernels.torch_kernels import TORCH, RotaryTables
 
 
 class Kernels(Protocol):
@@ -32,11 +32,13 @@ class Kernels(Protocol):
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``gate_up [..., 2 n]`` to ``silu(first half) * second half``, ``[..., n]`` (Shazeer, 2020, arXiv:2002.05202)."""
 
-    def rotate(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turns ``q [tokens, heads, dim]`` and ``k [tokens, kv_heads, dim]`` by the tables ``cos`` and ``sin [tokens, rot]``
-        (Su et al., 2021, arXiv:2104.09864); each has the same ``rot / 2`` columns twice.
+    def rotary_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
+        """``cos`` and ``sin [tokens, rot]``, each with the same ``rot / 2`` columns twice, in the form in which :meth:`rotate` takes
+        them: made once a pass, for all layers.  Tensors of the same shapes each time, so that they can be copied over older ones."""
+
+    def rotate(self, q: torch.Tensor, k: torch.Tensor, tables: RotaryTables, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turns ``q [tokens, heads, dim]`` and ``k [tokens, kv_heads, dim]`` by the tables of their positions (Su et al., 2021,
+        arXiv:2104.09864).
 
         The first ``rot <= dim`` elements of a head are turned, the others pass: the pairs ``(i, i + rot / 2)``, or, where
         ``interleaved``, ``(2 i, 2 i + 1)``.  In which order an interleaved result has its turned elements is the back end's

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+#: Two tensors, whose meaning is the back end's own.
+RotaryTables = tuple[torch.Tensor, torch.Tensor]
+
 
 class TorchKernels:
     """Rounds where the models' own code rounds, so that outputs are those of transformers."""
@@ -23,12 +26,13 @@ class TorchKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def rotate(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotary_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
+        return cos, sin
+
+    def rotate(self, q: torch.Tensor, k: torch.Tensor, tables: RotaryTables, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes in the wider of the dtypes of heads and tables."""
         turn = apply_rotary_interleaved if interleaved else apply_rotary
-        cos, sin = cos[:, None], sin[:, None]
+        cos, sin = (table[:, None] for table in tables)
         return turn(q, cos, sin).to(q.dtype), turn(k, cos, sin).to(k.dtype)
 
 

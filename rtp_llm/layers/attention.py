@@ -13,6 +13,7 @@ from rtp_llm.kernels.attention import AttentionCall, AttentionNeed, AttentionUse
 from rtp_llm.kernels.interface import KernelUser
 from rtp_llm.kernels.needs import Need, RotaryNeed
 from rtp_llm.kernels.paging import PagedRows
+from rtp_llm.kernels.torch_kernels import RotaryTables
 from rtp_llm.layers.cache import CacheShape, PagedCache
 from rtp_llm.layers.linear import QKVParallelLinear, RowParallelLinear
 from rtp_llm.layers.norm import RMSNorm
@@ -47,10 +48,11 @@ class Paged:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What all layers of one forward pass share: the rotary tables ``[batch * seq, dim]`` where the model has them; with a cache
-    ``paged``, without one a mask for each window that a layer has (None: no window)."""
+    """What all layers of one forward pass share: the rotary tables ``[batch * seq, dim]`` where the model has them, and what kernels
+    made of them; with a cache ``paged``, without one a mask for each window that a layer has (None: no window)."""
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+    tables: RotaryTables | None = None
     masks: Mapping[int | None, Mask] = field(default_factory=dict)
     paged: Paged | None = None
 
@@ -112,8 +114,8 @@ class Attention(KernelUser, AttentionUser):
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).flatten(0, 1) for part in self.qkv(x).split(self.qkv.sizes, dim=-1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if step.rotary is not None:
-            q, k = self.kernels.rotate(q, k, *step.rotary, False)
+        if step.tables is not None:
+            q, k = self.kernels.rotate(q, k, step.tables, False)
         if step.paged is None:
             seen = self._whole(q, k, v, len(x), step.masks[self.window])
         else:

@@ -131,8 +131,8 @@ class MultiHeadLatentAttention(KernelUser, AttentionUser):
         source = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
         q = self.q(source).flatten(0, 1).unflatten(-1, (-1, shape.head_dim))
         latent, shared = self.kv_a(x).flatten(0, 1).split((shape.kv_lora_rank, shape.rope_dim), dim=-1)
-        if step.rotary is not None:
-            turned, shared = self.kernels.rotate(q[..., shape.nope_dim :], shared[:, None], *step.rotary, shape.interleaved)
+        if step.tables is not None:
+            turned, shared = self.kernels.rotate(q[..., shape.nope_dim :], shared[:, None], step.tables, shape.interleaved)
             q, shared = torch.cat((q[..., : shape.nope_dim], turned), dim=-1), shared[:, 0]
         kept = [self.kv_a_norm(latent), shared]
         if self.indexer is not None:

@@ -12,6 +12,7 @@ from rtp_llm.kernels.attention import Call
 from rtp_llm.kernels.interface import KernelUser
 from rtp_llm.kernels.needs import Need
 from rtp_llm.kernels.paging import HostRows, PagedRows
+from rtp_llm.kernels.torch_kernels import RotaryTables
 from rtp_llm.layers.attention import Paged, Step, causal_mask
 from rtp_llm.layers.cache import CacheShape, CacheSize, PagedCache
 from rtp_llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding, check_batch, check_ids
@@ -41,7 +42,7 @@ class DecoderLayer(KernelUser):
         yield self.post_attention_norm.add_need
 
 
-class CausalLM(nn.Module):
+class CausalLM(KernelUser):
     """A causal language model.  Without ``lm_head`` the head is tied: the embedding's own weight scores the tokens."""
 
     def __init__(
@@ -60,6 +61,10 @@ class CausalLM(nn.Module):
         self.rotary = rotary
         self._layers = tuple(layers)
         self.windows = frozenset(layer.attn.window for layer in layers)
+
+    def kernel_needs(self) -> Iterator[Need]:
+        """None of its own: its layers say what turns by the tables that it makes."""
+        return iter(())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,7 +90,8 @@ class CausalLM(nn.Module):
     def step(self, rows: PagedRows, cache: PagedCache) -> Step:
         """What all layers share in a pass with a cache; nothing of it depends on what the pass computes."""
         plans = {call: backend.plan(call, rows) for call, backend in self._calls().items()}
-        return Step(self.rotary.at(rows.positions, rows.host.lengths, dtype=self.dtype), paged=Paged(cache, rows, plans))
+        rotary = self.rotary.at(rows.positions, rows.host.lengths, dtype=self.dtype)
+        return Step(rotary, self._tables(rotary), paged=Paged(cache, rows, plans))
 
     def renew(self, step: Step, host: HostRows) -> Step:
         """Makes the step of fixed rows that of a later pass, in the tensors that it has."""
@@ -94,10 +100,13 @@ class CausalLM(nn.Module):
         for call, backend in self._calls().items():
             backend.renew(step.paged.plans[call], call, rows)
         later = self.rotary.at(rows.positions, host.lengths, dtype=self.dtype)
-        if step.rotary is not None and later is not None:
-            for table, fresh in zip(step.rotary, later, strict=True):
-                table.copy_(fresh)
-        return Step(step.rotary, paged=Paged(step.paged.cache, rows, step.paged.plans))
+        for tables, fresh in ((step.rotary, later), (step.tables, self._tables(later))):
+            for table, new in zip(tables or (), fresh or (), strict=True):
+                table.copy_(new)
+        return Step(step.rotary, step.tables, paged=Paged(step.paged.cache, rows, step.paged.plans))
+
+    def _tables(self, rotary: tuple[torch.Tensor, torch.Tensor] | None) -> RotaryTables | None:
+        return None if rotary is None else self.kernels.rotary_tables(*rotary)
 
     def _calls(self) -> dict[Call, Any]:
         """The kinds of attention that there are, each with its back end."""
@@ -107,7 +116,7 @@ class CausalLM(nn.Module):
         """A pass without a cache."""
         tables = self.rotary.tables(0, tokens, dtype=self.dtype, device=device)
         rotary = None if tables is None else (tables[0].repeat(batch, 1), tables[1].repeat(batch, 1))
-        return Step(rotary, {window: causal_mask(tokens, window, device) for window in self.windows})
+        return Step(rotary, self._tables(rotary), {window: causal_mask(tokens, window, device) for window in self.windows})
 
     def compute(self, input_ids: torch.Tensor, step: Step, *, last: bool = False) -> torch.Tensor:
         """Logits ``[batch, seq, vocab_size]``, or ``[batch, 1, vocab_size]`` of the ``last`` token alone.  Looks at nothing on the host."""

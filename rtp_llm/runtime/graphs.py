@@ -92,6 +92,7 @@ class _Fixed:
         yield self._ids
         yield from (paged.rows.slots, paged.rows.positions, paged.rows.places, paged.rows.lengths, paged.rows.tables)
         yield from self._step.rotary or ()
+        yield from self._step.tables or ()
         for plan in paged.plans.values():
             yield from plan.tensors()
 

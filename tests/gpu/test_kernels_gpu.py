@@ -92,8 +92,8 @@ def test_rotation(kernels: FlashInferKernels, dtype: torch.dtype, head: int, rot
     q, k = (part.unflatten(-1, (-1, head)) for part in product.split((4 * head, 2 * head), dim=-1))
     angles = torch.rand(11, rotary // 2, generator=torch.Generator().manual_seed(3)).cuda().repeat(1, 2) * 6
     cos, sin = angles.cos(), angles.sin()
-    wanted = TORCH.rotate(q.float(), k.float(), cos, sin, interleaved)
-    for found, want in zip(kernels.rotate(q, k, cos, sin, interleaved), wanted, strict=True):
+    wanted = TORCH.rotate(q.float(), k.float(), (cos, sin), interleaved)
+    for found, want in zip(kernels.rotate(q, k, kernels.rotary_tables(cos, sin), interleaved), wanted, strict=True):
         if interleaved:
             first, second, rest = want.split((rotary // 2, rotary // 2, head - rotary), dim=-1)
             want = torch.cat((torch.stack((first, second), dim=-1).flatten(-2), rest), dim=-1)
@@ -105,7 +105,8 @@ def test_one_shared_key_and_tables_of_the_models_dtype(kernels: FlashInferKernel
     q, k = randn(5, 16, 64, dtype=torch.bfloat16), randn(5, 1, 64, dtype=torch.bfloat16, seed=1)
     angles = torch.rand(5, 32, generator=torch.Generator().manual_seed(3)).cuda().repeat(1, 2)
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
-    for found, want in zip(kernels.rotate(q, k, cos, sin, False), TORCH.rotate(q, k, cos, sin, False), strict=True):
+    wanted = TORCH.rotate(q, k, (cos, sin), False)
+    for found, want in zip(kernels.rotate(q, k, kernels.rotary_tables(cos, sin), False), wanted, strict=True):
         close(found, want.float(), torch.bfloat16)
 
 
@@ -128,12 +129,12 @@ def test_inside_a_graph(kernels: FlashInferKernels) -> None:
     """Every operation can be captured, and a replay gives what the call gives."""
     x, weight = randn(4, 512, dtype=torch.bfloat16), randn(512, dtype=torch.bfloat16, seed=1)
     q, k = randn(4, 8, 64, dtype=torch.bfloat16), randn(4, 2, 64, dtype=torch.bfloat16, seed=1)
-    cos, sin = randn(4, 64, dtype=torch.float32), randn(4, 64, dtype=torch.float32, seed=1)
+    tables = kernels.rotary_tables(randn(4, 64, dtype=torch.float32), randn(4, 64, dtype=torch.float32, seed=1))
     calls: tuple[Callable[[], Any], ...] = (
         lambda: (kernels.rms_norm(x, weight, 1e-6),),
         lambda: kernels.add_rms_norm(x.clone(), x.clone(), weight, 1e-6),
         lambda: (kernels.silu_and_mul(x),),
-        lambda: kernels.rotate(q, k, cos, sin, False),
+        lambda: kernels.rotate(q, k, tables, False),
     )
     for call in calls:
         for found, want in zip(graphed(call), call(), strict=True):

@@ -17,7 +17,7 @@ from rtp_llm.kernels.bind import bind
 from rtp_llm.kernels.faults import KernelError
 from rtp_llm.kernels.interface import KernelUser, kernel_needs
 from rtp_llm.kernels.needs import GateNeed, NormNeed
-from rtp_llm.kernels.torch_kernels import TORCH, TorchKernels
+from rtp_llm.kernels.torch_kernels import TORCH, RotaryTables, TorchKernels
 from rtp_llm.loader import load_model
 from rtp_llm.loader.draft import draft
 from rtp_llm.parallel.groups import groups_at
@@ -60,11 +60,14 @@ class Recording(TorchKernels):
         self.called.add(("silu_and_mul", gate_up.dtype, gate_up.shape[-1] // 2))
         return TORCH.silu_and_mul(gate_up)
 
-    def rotate(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotary_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
+        """Another form than torch's, which torch's rotation would not survive."""
+        return torch.cat((cos, sin), dim=-1), torch.full((len(cos),), torch.nan)
+
+    def rotate(self, q: torch.Tensor, k: torch.Tensor, tables: RotaryTables, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
         self.called.add(("rotate", q.dtype, q.shape[-1]))
-        return TORCH.rotate(q, k, cos, sin, interleaved)
+        cos, sin = tables[0].chunk(2, dim=-1)
+        return TORCH.rotate(q, k, (cos, sin), interleaved)
 
 
 def test_a_model_says_all_that_it_calls_and_owns_what_is_consumed(llama: Path) -> None:

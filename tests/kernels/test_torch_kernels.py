@@ -50,7 +50,7 @@ def test_rotation_is_multiplication_of_complex_numbers(dtype: torch.dtype, rotar
     q, k = torch.randn(7, 4, 16, dtype=dtype), torch.randn(7, 2, 16, dtype=dtype)
     angles = torch.rand(7, rotary // 2, dtype=torch.float64) * 6
     cos, sin = (f(angles).repeat(1, 2).to(dtype) for f in (torch.cos, torch.sin))
-    turned = TORCH.rotate(q, k, cos, sin, interleaved)
+    turned = TORCH.rotate(q, k, TORCH.rotary_tables(cos, sin), interleaved)
     wanted = [reference(x.double(), cos.double(), sin.double(), interleaved) for x in (q, k)]
     for found, want in zip(turned, wanted, strict=True):
         close(found, want, dtype)
@@ -70,6 +70,6 @@ def test_wide_tables_are_computed_with_in_their_own_dtype() -> None:
     """float32 tables and bfloat16 heads: the product is float32, and rounded once."""
     q = torch.randn(3, 2, 8, dtype=torch.bfloat16)
     cos, sin = torch.randn(3, 8), torch.randn(3, 8)
-    found, _ = TORCH.rotate(q, q, cos, sin, False)
-    wanted, _ = TORCH.rotate(q.float(), q.float(), cos, sin, False)
+    found, _ = TORCH.rotate(q, q, (cos, sin), False)
+    wanted, _ = TORCH.rotate(q.float(), q.float(), (cos, sin), False)
     assert torch.equal(found, wanted.bfloat16())
