@@ -146,7 +146,7 @@ class _Wrapped:
 
     def __init__(self, wrapper: Any, fixed: Sequence[torch.Tensor] = ()) -> None:
         self.wrapper, self._fixed = wrapper, tuple(fixed)
-        self._copied = torch.cuda.Event()
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from self._fixed
