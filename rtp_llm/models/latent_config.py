@@ -200,3 +200,19 @@ def latent_config(
     config = LatentConfig(sizes, moe, count_mtp_layers(sizes.layers, names), read_tied(reader, names), wide_rotary)
     reader.finish()
     return config
+
+
+def sigmoid_config(
+    reader: ConfigReader,
+    sizes: LatentSizes,
+    names: Collection[str],
+    experts: ExpertDefaults,
+    *,
+    dense: int,
+    listed: bool = False,
+    fields: ExpertFields = ExpertFields(),
+) -> LatentConfig:
+    """:func:`latent_config` of a family that chooses its experts as DeepSeek-V3 does (``noaux_tc``); ``dense`` and ``listed``: see
+    :func:`read_sparse_layers`."""
+    layers = read_sparse_layers(reader, sizes.layers, dense, listed=listed)
+    return latent_config(reader, sizes, read_experts(reader, sizes, layers, "noaux_tc", experts, fields), names)

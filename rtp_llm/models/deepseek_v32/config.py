@@ -7,15 +7,7 @@ from typing import Any
 
 from rtp_llm.layers.indexer import IndexerShape
 from rtp_llm.models.faults import ModelFault
-from rtp_llm.models.latent_config import (
-    ExpertDefaults,
-    LatentConfig,
-    LatentDefaults,
-    latent_config,
-    read_experts,
-    read_latent,
-    read_sparse_layers,
-)
+from rtp_llm.models.latent_config import ExpertDefaults, LatentConfig, LatentDefaults, read_latent, sigmoid_config
 from rtp_llm.models.reader import MAX_POSITIONS, MAX_SIZE, ConfigReader
 
 _DEFAULTS = LatentDefaults(
@@ -43,9 +35,7 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> LatentConfig
         reader.fail("q_lora_rank", "a value, as the indexer works on the latent of queries", fault=ModelFault.ABSENT_FIELD)
     sizes = read_latent(reader, _DEFAULTS, indexer=_read_indexer(reader))
     reader.words("layer_types", sizes.layers, ("indexed_attention",))
-    layers = read_sparse_layers(reader, sizes.layers, 3, listed=True)
-    moe = read_experts(reader, sizes, layers, "noaux_tc", _EXPERTS)
-    return latent_config(reader, sizes, moe, names)
+    return sigmoid_config(reader, sizes, names, _EXPERTS, dense=3, listed=True)
 
 
 def _read_indexer(reader: ConfigReader) -> IndexerShape:

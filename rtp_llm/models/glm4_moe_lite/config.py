@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from rtp_llm.models.latent_config import (
-    ExpertDefaults,
-    LatentConfig,
-    LatentDefaults,
-    latent_config,
-    read_experts,
-    read_latent,
-    read_sparse_layers,
-)
+from rtp_llm.models.latent_config import ExpertDefaults, LatentConfig, LatentDefaults, read_latent, sigmoid_config
 from rtp_llm.models.reader import ConfigReader
 
 _DEFAULTS = LatentDefaults(
@@ -38,6 +30,4 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> LatentConfig
     reader.only("topk_method", ("noaux_tc",), "the family knows no other")
     reader.only("scoring_func", ("sigmoid",), "the family knows no other")
     sizes = read_latent(reader, _DEFAULTS, interleaved=reader.boolean("rope_interleave", True))
-    layers = read_sparse_layers(reader, sizes.layers, 1, listed=True)
-    moe = read_experts(reader, sizes, layers, "noaux_tc", _EXPERTS)
-    return latent_config(reader, sizes, moe, names)
+    return sigmoid_config(reader, sizes, names, _EXPERTS, dense=1, listed=True)

@@ -7,16 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rtp_llm.layers.kda import KDAShape
-from rtp_llm.models.latent_config import (
-    ExpertDefaults,
-    ExpertFields,
-    LatentConfig,
-    LatentDefaults,
-    latent_config,
-    read_experts,
-    read_latent,
-    read_sparse_layers,
-)
+from rtp_llm.models.latent_config import ExpertDefaults, ExpertFields, LatentConfig, LatentDefaults, read_latent, sigmoid_config
 from rtp_llm.models.moe import RoutingFields
 from rtp_llm.models.reader import MAX_SIZE, ConfigReader
 
@@ -62,9 +53,7 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> KimiConfig:
     nested = reader.nested("linear_attn_config")
     kda = _read_kda(reader, nested, sizes.hidden_size, sizes.norm_eps)
     linear = _read_linear_layers(reader, nested, sizes.layers)
-    layers = read_sparse_layers(reader, sizes.layers, 1, listed=True)
-    moe = read_experts(reader, sizes, layers, "noaux_tc", _EXPERTS, _FIELDS)
-    return KimiConfig(latent_config(reader, sizes, moe, names), kda, linear)
+    return KimiConfig(sigmoid_config(reader, sizes, names, _EXPERTS, dense=1, listed=True, fields=_FIELDS), kda, linear)
 
 
 def _read_kda(reader: ConfigReader, nested: ConfigReader | None, hidden_size: int, norm_eps: float) -> KDAShape:
