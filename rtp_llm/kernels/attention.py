@@ -131,14 +131,20 @@ class TorchPlan:
 
     def gather(self, pages: torch.Tensor) -> torch.Tensor:
         """``pages [pages, PAGE_SIZE, ...]`` to each row's tokens, ``[rows, keys, ...]``."""
-        return pages.flatten(0, 1)[self.index]
+        # index_select copies a token's values as one; indexing by a matrix goes element by element.
+        return pages.flatten(0, 1).index_select(0, self.index.flatten()).view(*self.index.shape, *pages.shape[2:])
 
     def sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """``q [tokens, heads, dim]``, ``k`` and ``v [rows, keys, kv_heads, dim]`` to ``[tokens, heads, dim of v]``."""
-        by_row = q.view(len(self.index), -1, *q.shape[1:]).transpose(1, 2)
-        shared = q.shape[1] != k.shape[2]
+        rows, kv_heads = len(self.index), k.shape[2]
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-        out = F.scaled_dot_product_attention(by_row, k, v, attn_mask=self.mask, is_causal=self.causal, enable_gqa=shared, scale=self.scale)
+        if len(q) == rows:
+            # One token a row: the heads that share a key are the queries of one head, which is quicker than to repeat keys.
+            q = q.reshape(rows, kv_heads, -1, q.shape[-1])
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=self.scale).flatten(1, 2)
+        q = q.reshape(rows, -1, *q.shape[1:]).transpose(1, 2)
+        shared = q.shape[1] != kv_heads
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=self.causal, enable_gqa=shared, scale=self.scale)
         return out.transpose(1, 2).flatten(0, 1)
 
 
