@@ -219,7 +219,10 @@ def _needs(
             if isinstance(tile, Made):
                 assert needs.setdefault(tile.slot, tile.slot_shape) == tile.slot_shape, f"{tile.slot}: layers expect different shapes"
                 if fits(tile.slot, tile.slot_shape, _ANY_FLOAT, False):
-                    region = tile.maker.needs(tile.output, tile.box, tile.slot_shape)
+                    source = slots[tile.slot]
+                    divisible = tensors[source.raw].strides is None and all(op.local for op in source.ops)
+                    # What is read whole anyway is read once, for all that is made of it.
+                    region = tile.maker.needs(tile.output, tile.box, tile.slot_shape) if divisible else whole(tile.slot_shape)
                     _, products = made.setdefault((tile.slot, region), (tile.maker, []))
                     products.append(Product(param.name, tile.local_box, tile.output, tile.box))
                 continue

@@ -243,3 +243,24 @@ def test_room_of_a_sequence(wide: Path) -> None:
     every = sum(2 * volume(stage.region) for stage, own in zip(plan.stages.values(), parts, strict=False) if len(own) > 1)
     assert largest < every <= held_bytes([*begun, *ends], plan.stages, step)
     assert room_for(plan, Hands(1, 1024 * MIB, 1, step)).nbytes == largest + working
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_tensors_that_cannot_be_divided(grid: str, wide: Path, tmp_path: Path) -> None:
+    """A torch file whose matrices are stored by columns: each arrives whole, larger than a buffer, between others that come in
+    parts; several threads end, with the codes of the whole, within what is predicted."""
+    tensors = load_file(wide / "model.safetensors")
+    state = {name: t.t().contiguous().t() if "up_proj" in name or "k_proj" in name else t for name, t in tensors.items()}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text((wide / "config.json").read_text())
+    load = LoadConfig(device="cpu", quantization=f"inline-fp8-{grid}", reader_threads=4, buffer_mib=1, verify=True)
+    found = drafted(tmp_path, load)
+    assert any(not d.divisible and d.nbytes > MIB for d in found.plan.deliveries)
+    room = room_for(found.plan, hands(load, "cpu"))
+    sink = Recording(allocate(found.model, found.plan, torch.device("cpu")), found.plan, room.parts)
+    ScratchTransport(str(tmp_path), torch.device("cpu"), 4, MIB, 0).deliver(found.plan, sink, Quiet(), lambda: None)
+    assert sink.made == len(found.plan.stages) and sink.most <= room.parts + room.single
+    for place in (ParallelConfig(), ParallelConfig(tp_size=2, tp_rank=1)):
+        loaded = load_model(tmp_path, parallel=place, load=load)
+        assert check_codes(loaded, tensors, grid) == 7
+        assert loaded.plan.bytes_read <= sum(t.nbytes for t in loaded.plan.tensors), "a tensor was read more than once"
