@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 
@@ -18,6 +19,13 @@ def memory() -> dict[str, int | None]:
     found = {name: re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE) for name in ("MemTotal", "MemAvailable")}
     total, available = (int(match.group(1)) * 1024 if match else None for match in found.values())
     return {"total": total, "available": available, "limit": _group_limit(total)}
+
+
+def compiler() -> dict[str, str | None]:
+    """Paths of what kernels are compiled with: ``ninja``, and ``nvcc`` where flashinfer looks for it; None for what is not there."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = Path(home) / "bin" / "nvcc" if home else Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
+    return {"ninja": shutil.which("ninja"), "nvcc": str(nvcc) if nvcc.exists() else None}
 
 
 def _group_limit(total: int | None) -> int | None:

@@ -54,6 +54,7 @@ def doctor(context: click.Context, directory: str | None) -> int:
         "packages": [_package(*row) for row in _PACKAGES],
         "tiers": _tiers(torch_found),
         "kernels": _kernels(torch_found),
+        "compiler": machine.compiler(),
         "quantization": _quantization(torch_found),
         "directory": _directory(Path(directory)) if directory else None,
     }
@@ -154,6 +155,7 @@ def _text(document: dict[str, Any]) -> None:
     table(("tier", "usable", "reason"), [(t["name"], "yes" if t["usable"] else "no", t["reason"] or "") for t in document["tiers"]])
     rows = [(k["op"], k["backend"], "yes" if k["usable"] else "no", "; ".join(k["lacks"])) for k in document["kernels"]]
     table(("kernel", "back end", "usable", "why not"), rows)
+    pairs([("compiler", ", ".join(f"{name} {path or 'not found'}" for name, path in document["compiler"].items()))])
     table(("quantisation", "products here"), [(m["name"], m["product"]) for m in document["quantization"]])
     if document["directory"]:
         _directory_text(document["directory"])
