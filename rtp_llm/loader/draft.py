@@ -99,7 +99,7 @@ def draft(directory: str | os.PathLike[str], parallel: ParallelConfig, load: Loa
         bytes_staging=staging_bytes(device_type, readers(load, device_type), load.buffer_mib * 1024 * 1024),
         experts=expert_slots(model),
         quantization=quantization,
-        bytes_finish=finish_bytes(model),
+        bytes_finish=finish_bytes(model, device_type),
     )
     plan = replace(plan, bytes_making=room_for(plan, hands(load, device_type)).nbytes)
     return Draft(catalog, raw, family, model, plan, dtype)

@@ -13,7 +13,7 @@ from rtp_llm.layers.quantised import WEIGHT, Quantisable
 from rtp_llm.plan.plan import LoadPlan
 from rtp_llm.quantization.faults import QuantizationError
 from rtp_llm.quantization.forms import Matrix
-from rtp_llm.quantization.kernels import choose_kernel
+from rtp_llm.quantization.kernels import choose_kernel, product_bytes
 from rtp_llm.quantization.limits import Look, holds
 from rtp_llm.quantization.scaled import Scaled
 from rtp_llm.quantization.scheme import values_of
@@ -24,20 +24,24 @@ _log = logging.getLogger("rtp_llm.loader")
 _BYTES_A_VALUE = 12
 
 
-def finish_bytes(model: nn.Module) -> int:
-    """The most that :func:`finish` takes beside the parameters, on the device: for the largest tensor that is checked.
+def finish_bytes(model: nn.Module, device_type: str) -> int:
+    """The most that :func:`finish` takes beside the parameters, on the device: for the largest tensor that is checked, and for what
+    all products on codes need, which stays.
 
     Codes of eight bits are not looked at one by one; what is checked is scales, indices, and codes of fewer bits.
     """
-    most = 0
+    most = products = 0
     for layer in model.modules():
         if isinstance(layer, Quantisable):
+            held = layer.held.get(WEIGHT)
+            if held is not None and device_type == "cuda":
+                products += product_bytes(held.scheme, getattr(layer, held.scheme.forms[0].name).shape)
             for held in layer.held.values():
                 narrow = isinstance(held.scheme, Scaled) and held.scheme.bits < 8
                 for laid in held.laid.values():
                     if laid.form is not held.scheme.forms[0] or narrow:
                         most = max(most, max(_volume(box) for box in laid.boxes))
-    return _BYTES_A_VALUE * most
+    return _BYTES_A_VALUE * most + products
 
 
 def _volume(box: tuple[tuple[int, int], ...]) -> int:

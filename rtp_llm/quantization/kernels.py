@@ -89,6 +89,12 @@ class ScaledProduct:
         return out if bias is None else out + bias
 
 
+def product_bytes(scheme: Scheme, shape: Sequence[int]) -> int:
+    """What :func:`choose_kernel` makes for a weight of codes ``shape`` at most: a float32 scale for each row, and a static one."""
+    need = product_need(scheme, shape, torch.bfloat16)
+    return 0 if need is None else 4 * (need.rows + 1)
+
+
 def choose_kernel(
     scheme: Scheme, matrices: Sequence[Matrix], tensors: Sequence[dict[str, torch.Tensor]], weight: torch.Tensor
 ) -> Kernel | None:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rtp_llm import LoadConfig, load_model
-from rtp_llm.loader.finish import finish
+from rtp_llm import LoadConfig, ParallelConfig, load_model
+from rtp_llm.loader.draft import draft
+from rtp_llm.loader.finish import finish, finish_bytes
+from rtp_llm.parallel.groups import groups_at
 from rtp_llm.quantization.limits import Exactly, Look, holds, scale_limit
 from rtp_llm.quantization.scheme import bad_scales
 from tests.quantization.formats import FORMATS, make
@@ -67,6 +69,16 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
+
+
+def test_products_are_counted(tmp_path: Path) -> None:
+    """What products on codes need beside the weights, on a GPU, is in the plan: a float32 scale for each row of every matrix, and one
+    for activations; formats without such products need nothing."""
+    for name, rows in (("fp8-static", 2 * (192 + 2 * 64 + 192 + 2 * 320 + 192)), ("fp8-block", 0)):
+        make(FORMATS[name], "llama", tmp_path / name)
+        place = ParallelConfig()
+        model = draft(tmp_path / name, place, LoadConfig(device="cpu"), groups_at(place), "cpu").model
+        assert finish_bytes(model, "cuda") - finish_bytes(model, "cpu") == 4 * (rows + (2 * 4 if rows else 0))
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "fp8-static", "gptq-order", "modelopt-nvfp4"])
