@@ -1,9 +1,13 @@
-"""How fast weights load: against other loaders and the machine's limits, and how the time grows.
+"""How fast weights load: against other loaders and the machine's limits, by ranks that share a device, and how the time grows.
 
 python benchmark/loading.py                       everything, on a Llama made for it
 python benchmark/loading.py --quick               sizes for a laptop, one run each
 python benchmark/loading.py --make 16 DIR         only makes a Llama of 16 GB
 python benchmark/loading.py --only bytes,count --dir /mnt/nvme --json --plot growth.png
+python benchmark/loading.py --minutes 8 --runs 3 --cold_runs 1 --contenders rtp-llm,instanttensor-tuned,safetensors --plot growth.png
+
+Parts, in this order: bench (loaders, warm and cold), start (what a load does before its first byte), ranks (two processes on one
+device, TP 2 and EP 2), threads, bytes, count.  With --minutes nothing is begun after that time, and what is left out is said.
 
 Growth is measured with files in the page cache, in fresh processes, by the median of --runs: seconds against bytes, against
 the number of tensors at fixed bytes, and against reader threads.  The exponent is the slope of a line through the points on
@@ -16,12 +20,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,8 +35,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rtp_llm.bench.contenders import BY_NAME, CONTENDERS
-from rtp_llm.bench.measure import bench, prepare, spawn
+from rtp_llm.bench.growth import draw, growth
+from rtp_llm.bench.measure import bench, environment, prepare, spawn
 from rtp_llm.bench.plot import check_plot
+from rtp_llm.bench.ranks import launch
 from rtp_llm.bench.request import COLD, WARM, Request
 from rtp_llm.bench.summary import machine
 from rtp_llm.bench.synthetic import Made, llama, many_tensors, write_checkpoint
@@ -40,7 +47,7 @@ from rtp_llm.config import LoadConfig, ParallelConfig
 from rtp_llm.errors import RtpLlmError
 from rtp_llm.loader.device import resolve_device
 
-PARTS = ("bench", "bytes", "count", "threads")
+PARTS = ("bench", "start", "ranks", "threads", "bytes", "count")
 
 #: Of the memory that is available a checkpoint may take this part: it is in the page cache and in the parameters.
 MEMORY_SHARE = 0.4
@@ -48,18 +55,38 @@ MEMORY_SHARE = 0.4
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is measured: GB of the checkpoint for ``bench`` and ``threads``; GB, counts of tensors (with their GB), threads."""
+    """What is measured: GB of the checkpoint for ``bench``, ``start``, ``ranks`` and ``threads``, and of that with experts for ``ranks``;
+    GB, counts of tensors (with their GB), threads; runs with warm and with cold files."""
 
     checkpoint: float
+    experts_gb: float
     bytes: tuple[float, ...]
     counts: tuple[int, ...]
     count_gb: float
     threads: tuple[int, ...]
     runs: int
+    cold_runs: int
 
 
-QUICK = Sizes(0.1, (0.02, 0.05, 0.1), (100, 1000), 0.05, (1, 2), 1)
-FULL = Sizes(16, (1, 2, 4, 8, 16, 32), (100, 1_000, 10_000, 100_000), 1.0, (1, 2, 4, 8, 16, 32), 5)
+QUICK = Sizes(0.1, 0.05, (0.02, 0.05, 0.1), (100, 1000), 0.05, (1, 2), 1, 1)
+FULL = Sizes(16, 4, (1, 2, 4, 8, 16, 32), (100, 1_000, 10_000, 100_000), 1.0, (1, 2, 4, 8, 16, 32), 5, 5)
+
+#: Tensors of the checkpoint with experts: 12 layers of 128 of them.
+EXPERT_TENSORS = 4_700
+
+
+class Budget:
+    """Time for all of it; ``None``: as long as it takes."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self._until = None if minutes is None else time.monotonic() + 60 * minutes
+
+    def allows(self, what: str) -> bool:
+        """Whether there is time to begin ``what``; says so where there is none."""
+        if self._until is None or time.monotonic() < self._until:
+            return True
+        say(f"left out, the time is over: {what}")
+        return False
 
 
 def say(line: str) -> None:
@@ -93,32 +120,6 @@ def measured(request: Request) -> dict[str, Any]:
     }
 
 
-def exponent(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """The slope of the least-squares line through the points' logarithms; None for fewer than two."""
-    if len(set(xs)) < 2:
-        return None
-    return statistics.linear_regression([math.log(x) for x in xs], [math.log(y) for y in ys]).slope
-
-
-def steepest(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """The largest slope between neighbouring points, on logarithmic axes; None for fewer than two."""
-    points = sorted(zip(xs, ys, strict=True))
-    slopes = [math.log(d / b) / math.log(c / a) for (a, b), (c, d) in zip(points, points[1:], strict=False) if c > a]
-    return max(slopes, default=None)
-
-
-def growth(label: str, points: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
-    xs = [x for x, _ in points]
-    seconds, moving = [p["seconds"] for _, p in points], [p["phases"]["transport"] for _, p in points]
-    return {
-        "against": label,
-        "exponent": exponent(xs, seconds),
-        "steepest": steepest(xs, seconds),
-        "exponent_of_transport": exponent(xs, moving),
-        "points": [{"x": x, **p} for x, p in points],
-    }
-
-
 def fits(gb: float, directory: Path) -> bool:
     """Whether a checkpoint of this size may be made here; says why not."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") + _cached()
@@ -141,54 +142,84 @@ def on_made(made: Made, scratch: Path, device: str, runs: int) -> dict[str, Any]
         return measured(request_for(Path(name), device, runs))
 
 
-def against_bytes(sizes: Sizes, scratch: Path, device: str) -> dict[str, Any]:
+def starting(checkpoint: Path, device: str, runs: int) -> dict[str, Any]:
+    """Seconds of each step before the first byte, by the median of fresh processes."""
+    command = [sys.executable, "-m", "rtp_llm.bench.start", str(checkpoint), "--device", device]
+    found = []
+    for _ in range(runs):
+        done = subprocess.run(command, env=environment(BY_NAME["rtp-llm"]), capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"start: {done.stderr}")
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    medians = {name: statistics.median(one[name] for one in found) for name in found[0]}
+    say("start: " + ", ".join(f"{name} {seconds:.4f} s" for name, seconds in medians.items()))
+    return medians
+
+
+def sharing(sizes: Sizes, checkpoint: Path, scratch: Path, device: str, budget: Budget) -> list[dict[str, Any]]:
+    """Two processes that load to one device at once: halves of every matrix, and of the experts."""
+    experts = scratch / "experts"
+    kind = device.partition(":")[0]  # each process takes the device of its local number, or shares the only one
+    rows = []
+    for name, directory, places in (
+        ("Llama, TP 2", checkpoint, [ParallelConfig(tp_size=2, tp_rank=rank) for rank in range(2)]),
+        ("experts, EP 2", experts, [ParallelConfig(ep_size=2, ep_rank=rank) for rank in range(2)]),
+    ):
+        if not budget.allows(name):
+            continue
+        if directory == experts:
+            write_checkpoint(experts, many_tensors(EXPERT_TENSORS, int(sizes.experts_gb * 1e9)))
+        load = dataclasses.replace(LoadConfig.from_environment(os.environ), device=kind, load_method="scratch", kernels="torch")
+        found = []
+        for _ in range(sizes.runs):
+            prepare(request_for(directory, device, 1), WARM)
+            found.append(launch(str(directory), places, load))
+        seconds = sorted(max(rank["seconds"] for rank in ranks) for ranks in found)
+        row = {
+            "name": name,
+            "seconds": statistics.median(seconds),
+            "range": [seconds[0], seconds[-1]],
+            "bytes": sum(rank["bytes_placed"] for rank in found[0]),
+            "bytes_read": sum(rank["bytes_read"] for rank in found[0]),
+            "extra_bytes": max(rank["extra_bytes"] or 0 for ranks in found for rank in ranks),
+            "runs": found,
+        }
+        say(f"ranks: {name}: {row['seconds']:.3f} s, {row['bytes'] / 1e9 / row['seconds']:.2f} GB/s")
+        rows.append(row)
+    return rows
+
+
+def against_bytes(sizes: Sizes, scratch: Path, device: str, budget: Budget) -> dict[str, Any]:
     points = []
     for gb in sizes.bytes:
-        if fits(gb, scratch):
+        if fits(gb, scratch) and budget.allows(f"{gb:g} GB"):
             point = on_made(llama(gb), scratch, device, sizes.runs)
             say(f"bytes: {point['bytes'] / 1e9:.2f} GB: {point['seconds']:.3f} s")
             points.append((point["bytes"] / 1e9, point))
     return growth("GB", points)
 
 
-def against_count(sizes: Sizes, scratch: Path, device: str) -> dict[str, Any]:
+def against_count(sizes: Sizes, scratch: Path, device: str, budget: Budget) -> dict[str, Any]:
     points = []
     for count in sizes.counts:
+        if not budget.allows(f"{count} tensors"):
+            continue
         point = on_made(many_tensors(count, int(sizes.count_gb * 1e9)), scratch, device, sizes.runs)
         say(f"count: {point['tensors']} tensors, {point['bytes'] / 1e9:.2f} GB: {point['seconds']:.3f} s")
         points.append((float(point["tensors"]), point))
     return growth("tensors", points)
 
 
-def against_threads(sizes: Sizes, checkpoint: Path, device: str) -> dict[str, Any]:
+def against_threads(sizes: Sizes, checkpoint: Path, device: str, budget: Budget) -> dict[str, Any]:
     points = []
     for threads in sizes.threads:
+        if not budget.allows(f"{threads} threads"):
+            continue
         load = dataclasses.replace(LoadConfig.from_environment(os.environ), reader_threads=threads)
         point = measured(request_for(checkpoint, device, sizes.runs, load))
         say(f"threads: {threads}: {point['seconds']:.3f} s")
         points.append((float(threads), point))
     return growth("threads", points)
-
-
-def draw(file: Path, document: dict[str, Any]) -> None:
-    """Seconds against each of the three on logarithmic axes, with a linear slope to compare."""
-    from matplotlib.figure import Figure
-
-    found = [document["growth"][name] for name in ("bytes", "count", "threads") if name in document["growth"]]
-    if not found:
-        return
-    figure = Figure(figsize=(5 * len(found), 4), layout="constrained")
-    for axes, one in zip(figure.subplots(1, len(found), squeeze=False)[0], found, strict=True):
-        xs, ys = [p["x"] for p in one["points"]], [p["seconds"] for p in one["points"]]
-        axes.loglog(xs, ys, "o-", label="load")
-        axes.loglog(xs, [p["phases"]["transport"] for p in one["points"]], "s-", label="of it moving bytes")
-        axes.loglog(xs, [ys[0] * x / xs[0] for x in xs], "k--", linewidth=1, label="linear")
-        slope = "" if one["exponent"] is None else f", exponent {one['exponent']:.2f}"
-        axes.set_title(f"seconds against {one['against']}{slope}")
-        axes.set_xlabel(one["against"])
-        axes.set_ylim(min(ys) / 3, max(ys) * 3)
-        axes.legend(fontsize=8)
-    figure.savefig(file, dpi=120)
 
 
 def show(document: dict[str, Any]) -> None:
@@ -204,18 +235,39 @@ def show(document: dict[str, Any]) -> None:
         console.print(table)
         shown = ["none" if e is None else f"{e:.2f}" for e in (one["exponent"], one["steepest"], one["exponent_of_transport"])]
         console.print(f"exponent {shown[0]}, steepest between two points {shown[1]}; of moving bytes alone {shown[2]}")
-    if document["bench"] is not None:
-        table = Table("cache", "loader", "median s", "range", "GB/s", "of limit", title="loaders")
-        for row in document["bench"]["contenders"]:
-            for state, result in row["results"].items():
-                low, high = result["range"]
-                ratio = "" if result["ratio"] is None else f"{result['ratio']:.2f}"
-                table.add_row(
-                    state, row["name"], f"{result['seconds']:.3f}", f"{low:.3f} to {high:.3f}", f"{result['gb_per_s']:.2f}", ratio
-                )
-            if row["status"] != "measured":
-                table.add_row("", row["name"], row["status"], row["reason"], "", "")
+    if document["bench"]:
+        table = Table("cache", "loader", "median s", "range", "GB/s", "of limit", "phases", title="loaders")
+        for one in document["bench"]:
+            for row in one["contenders"]:
+                for state, result in row["results"].items():
+                    low, high = result["range"]
+                    ratio = "" if result["ratio"] is None else f"{result['ratio']:.2f}"
+                    cells = (f"{result['seconds']:.3f}", f"{low:.3f} to {high:.3f}", f"{result['gb_per_s']:.2f}", ratio)
+                    table.add_row(state, row["name"], *cells, phases_of(result["runs"]))
+                if row["status"] != "measured":
+                    table.add_row("", row["name"], row["status"], row["reason"], "", "", "")
         console.print(table)
+    if document["start"]:
+        table = Table("step", "seconds", title="before the first byte, each alone")
+        for name, seconds in document["start"].items():
+            table.add_row(name, f"{seconds:.4f}")
+        console.print(table)
+    if document["ranks"]:
+        table = Table("ranks", "median s", "range", "GB/s", "read GB", "extra MB a rank", title="two processes, one device")
+        for row in document["ranks"]:
+            low, high = row["range"]
+            speed = row["bytes"] / 1e9 / row["seconds"]
+            cells = (f"{row['seconds']:.3f}", f"{low:.3f} to {high:.3f}", f"{speed:.2f}", f"{row['bytes_read'] / 1e9:.2f}")
+            table.add_row(row["name"], *cells, f"{row['extra_bytes'] / 1e6:.0f}")
+        console.print(table)
+
+
+def phases_of(runs: Sequence[dict[str, Any]]) -> str:
+    """Medians of the phases of our own loads, in milliseconds."""
+    known = [run["phases"] for run in runs if "phases" in run]
+    names = known[0] if known else ()
+    medians = {name: statistics.median(phases[name] for phases in known) for name in names}
+    return ", ".join(f"{name} {1000 * seconds:.0f}" for name, seconds in medians.items() if seconds >= 0.0005)
 
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -228,7 +280,9 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, help="where checkpoints are made; the system's temporary directory unless given")
     parser.add_argument("--checkpoint", type=Path, help="the checkpoint for bench and threads; one is made unless given")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda:N")
-    parser.add_argument("--runs", type=int, help="runs of each measurement")
+    parser.add_argument("--runs", type=int, help="runs of each measurement with warm files")
+    parser.add_argument("--cold_runs", type=int, help="runs of each loader with cold files; 0 for none; as --runs unless given")
+    parser.add_argument("--minutes", type=float, help="begin nothing new after this time")
     parser.add_argument("--sizes", help="GB to measure growth with, as 1,2,4")
     parser.add_argument("--counts", help="numbers of tensors, as 100,1000")
     parser.add_argument("--count_gb", type=float, help="GB of a checkpoint of many tensors")
@@ -249,31 +303,40 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
     if options.count_gb:
         changes["count_gb"] = options.count_gb
     if options.runs:
-        changes["runs"] = options.runs
+        changes["runs"] = changes["cold_runs"] = options.runs
+    if options.cold_runs is not None:
+        changes["cold_runs"] = options.cold_runs
     return dataclasses.replace(sizes, **changes)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    parts, sizes = options.only.split(","), sizes_of(options)
+    parts, sizes, budget = options.only.split(","), sizes_of(options), Budget(options.minutes)
     device = str(resolve_device(options.device, 0))
-    document: dict[str, Any] = {"machine": machine([]), "device": device, "runs": sizes.runs, "bench": None, "growth": {}}
+    document: dict[str, Any] = {"machine": machine([]), "device": device, "runs": sizes.runs, "cold_runs": sizes.cold_runs}
+    document |= {"bench": [], "start": {}, "ranks": [], "growth": {}}
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="rtp-llm-loading-") as name:
         scratch = Path(name)
         checkpoint = options.checkpoint
-        if checkpoint is None and {"bench", "threads"} & set(parts):
+        if checkpoint is None and {"bench", "start", "ranks", "threads"} & set(parts):
             checkpoint = scratch / "llama"
             gb = next(size for size in (sizes.checkpoint, *sorted(sizes.bytes, reverse=True), 0.1) if fits(size, scratch))
             write_checkpoint(checkpoint, llama(gb))
         if "bench" in parts:
             names = options.contenders.split(",") if options.contenders else [c.name for c in CONTENDERS]
-            asked = request_for(checkpoint, device, sizes.runs, names=names)
-            document["bench"] = bench(dataclasses.replace(asked, states=(WARM, COLD)), say)
+            for state, runs in ((WARM, sizes.runs), (COLD, sizes.cold_runs)):
+                if runs and budget.allows(f"{state} loads"):
+                    asked = dataclasses.replace(request_for(checkpoint, device, runs, names=names), states=(state,))
+                    document["bench"].append(bench(asked, say, lambda: budget.allows("further turns")))
+        if "start" in parts and budget.allows("start"):
+            document["start"] = starting(checkpoint, device, sizes.runs)
+        if "ranks" in parts:
+            document["ranks"] = sharing(sizes, checkpoint, scratch, device, budget)
         if "threads" in parts:
-            document["growth"]["threads"] = against_threads(sizes, checkpoint, device)
+            document["growth"]["threads"] = against_threads(sizes, checkpoint, device, budget)
         if "bytes" in parts:
-            document["growth"]["bytes"] = against_bytes(sizes, scratch, device)
+            document["growth"]["bytes"] = against_bytes(sizes, scratch, device, budget)
         if "count" in parts:
-            document["growth"]["count"] = against_count(sizes, scratch, device)
+            document["growth"]["count"] = against_count(sizes, scratch, device, budget)
     return document
 
 
@@ -291,13 +354,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RtpLlmError as error:
         say(str(error))
         return 2
-    if options.plot:
-        draw(options.plot, document)
+    found = [one for one in document["growth"].values() if one["points"]]
+    if options.plot and found:
+        draw(options.plot, found)
     if options.json:
         print(json.dumps(document, indent=2))
     else:
         show(document)
-    problems = document["bench"]["problems"] if document["bench"] else []
+    problems = [problem for one in document["bench"] for problem in one["problems"]]
     for problem in problems:
         say(f"problem: {problem}")
     return 1 if problems else 0

@@ -29,10 +29,11 @@ _LAUNCH = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MA
 _REASON = 300
 
 
-def bench(request: Request, tell: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def bench(request: Request, tell: Callable[[str], None] = lambda line: None, more: Callable[[], bool] = lambda: True) -> dict[str, Any]:
     """Measures, and returns the document that ``rtp-llm bench --json`` prints.
 
-    ``tell`` gets a line after every run.  ``problems`` in the document lists contenders that failed and values that differ.
+    ``tell`` gets a line after every run; ``more`` is asked before every turn but the first whether there is time for it.
+    ``problems`` in the document lists contenders that failed and values that differ.
 
     Raises:
         BenchError: the page cache was to be emptied, and nothing else, and it cannot be.
@@ -43,6 +44,8 @@ def bench(request: Request, tell: Callable[[str], None] = lambda line: None) -> 
     busy = os.getloadavg()[0]  # before our own work counts
     with tempfile.TemporaryDirectory(prefix="rtp-llm-bench-") as scratch:
         for turn in range(request.runs):
+            if turn and not more():
+                break
             for state in states:
                 label = f"run {turn + 1} of {request.runs}, {state}"
                 if request.limits:

@@ -1,0 +1,71 @@
+"""What a load does before its first byte, step by step, in a fresh process: ``python -m rtp_llm.bench.start CKPT --device cuda:0``.
+
+One JSON line: seconds of ``plan``; of ``team``, the reader threads with their buffers, alone and not beside the plan as in a load; of
+``allocate``, the parameters one by one; and of ``allocate_reserved``, the same after torch's allocator was made to hold all their
+memory by one request.  Imports and the device's context are outside of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+
+from rtp_llm.checkpoint import read_config
+from rtp_llm.config import LoadConfig, ParallelConfig
+from rtp_llm.loader.choose import reader_team
+from rtp_llm.loader.device import resolve_device
+from rtp_llm.loader.draft import draft
+from rtp_llm.loader.placement import allocate
+from rtp_llm.models.registry import resolve
+from rtp_llm.parallel.groups import groups_at
+from rtp_llm.transport.interface import Moved
+
+
+def run(checkpoint: str, device: torch.device, load: LoadConfig) -> dict[str, float]:
+    """Seconds of each step; nothing is read but headers."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+        torch.cuda.synchronize(device)
+    resolve(read_config(checkpoint)["architectures"]).load()
+    found: dict[str, float] = {}
+    parallel = ParallelConfig()
+    start = time.perf_counter()
+    drafted = draft(checkpoint, parallel, load, groups_at(parallel), device.type)
+    found["plan"] = time.perf_counter() - start
+    start = time.perf_counter()
+    with reader_team(device, load) as team:
+        if team is not None:
+            team.work(lambda staging: Moved(0, 0, 0, 0))
+    found["team"] = time.perf_counter() - start
+    for name in ("allocate", "allocate_reserved"):
+        model = draft(checkpoint, parallel, load, groups_at(parallel), device.type).model
+        start = time.perf_counter()
+        if name == "allocate_reserved":
+            torch.empty(drafted.plan.bytes_resident, dtype=torch.uint8, device=device)
+        params = allocate(model, drafted.plan, device)
+        found[name] = time.perf_counter() - start
+        del params, model
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m rtp_llm.bench.start", description=__doc__)
+    parser.add_argument("checkpoint", help="a checkpoint directory")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda:N")
+    options = parser.parse_args(argv)
+    load = LoadConfig.from_environment(os.environ)
+    print(json.dumps(run(options.checkpoint, resolve_device(options.device, 0), load)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
