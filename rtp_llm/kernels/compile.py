@@ -199,25 +199,20 @@ class Progress:
 
     def __init__(self) -> None:
         self._objects: tuple[Path, ...] = ()
-        self.names: tuple[str, ...] = ()
 
     def begin(self, specs: Sequence[Any]) -> None:
         """Says what will be compiled."""
         self._objects = tuple(Path(path) for spec in specs for path in spec.get_object_paths())
-        self.names = tuple(spec.name for spec in specs)
         if specs:
             where = Path(specs[0].build_dir).parent
-            _log.info(
-                "compiling %d modules of kernels (%s), %d files, into %s", len(specs), ", ".join(self.names), len(self._objects), where
-            )
+            _log.info("compiling %d modules of kernels, %d files, into %s", len(specs), len(self._objects), where)
 
     @property
     def text(self) -> str:
-        """``3 of 7 files compiled (norm, rope)``."""
+        """``3 of 7 files compiled``."""
         if not self._objects:
             return "waiting for another process, or loading"
-        done = sum(path.exists() for path in self._objects)
-        return f"{done} of {len(self._objects)} files compiled ({', '.join(self.names)})"
+        return f"{sum(path.exists() for path in self._objects)} of {len(self._objects)} files compiled"
 
 
 class Compilation:
