@@ -4,10 +4,12 @@ load("@rules_python//python:defs.bzl", "py_library")
 load("//arch_config:arch_select.bzl", "only_on", "platforms_with", "run_on")
 load("//bazel/pytest:defs.bzl", "pytest_suite")
 
-# Helpers that tests of other folders import: hostile checkpoints, small models and their transformers twins, quantised ones.
+# Helpers that tests of other folders import: hostile checkpoints, loads that come to harm, small models and their transformers twins,
+# quantised ones.
 _SHARED = [
     "//tests/attacks:helpers",
     "//tests/kernels:helpers",
+    "//tests/loader:helpers",
     "//tests/models:helpers",
     "//tests/moe:helpers",
     "//tests/quantization:helpers",

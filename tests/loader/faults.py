@@ -1,4 +1,4 @@
-"""Loads that come to harm on the way, one after another in one process: ``python -m tests.loader.faults CKPT``.
+"""Loads that come to harm on the way, one after another in one process: ``python -m tests.loader.faults CKPT DEVICE``.
 
 Prints one JSON object: for each harm the error, and what of the load was left afterwards.
 """
@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,8 +23,11 @@ import torch
 from torch import nn
 
 from rtp_llm import LoadConfig, load_model
+from rtp_llm.bench.synthetic import llama, write_checkpoint
 from rtp_llm.errors import RtpLlmError
 from rtp_llm.loader import load as loading
+from rtp_llm.transport.scratch import staging
+from tests.support.paths import child_env
 
 _THREADS = 3
 #: Reads before the harm: most of the work is still to do.
@@ -56,18 +60,37 @@ def broken_disk() -> None:
 
 
 @contextmanager
+def limit_of_host(nbytes: int) -> Iterator[None]:
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@contextmanager
+def limit_of_device(nbytes: int) -> Iterator[None]:
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + nbytes) / torch.cuda.mem_get_info()[1])
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+LIMITS = {"cpu": limit_of_host, "cuda": limit_of_device}
+
+
+@contextmanager
 def little_memory(share: float) -> Iterator[None]:
-    """While parameters are allocated the kernel gives this process no more than ``share`` of what they need."""
+    """While parameters are allocated this process gets no more than ``share`` of what they need."""
     allocate = loading.allocate
 
     def limited(model: nn.Module, plan: Any, device: torch.device) -> Any:
-        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        before = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (size + int(share * plan.bytes_resident), before[1]))
-        try:
+        with LIMITS[device.type](int(share * plan.bytes_resident)):
             return allocate(model, plan, device)
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, before)
 
     loading.allocate = limited
     try:
@@ -76,10 +99,28 @@ def little_memory(share: float) -> Iterator[None]:
         loading.allocate = allocate
 
 
-def left() -> dict[str, Any]:
-    """What is there of a load: threads, open files of the checkpoint, parameters with memory."""
+#: Page-locked memory that has not been given back.
+LOCKED: list[staging._Pinned] = []
+
+
+class Noted(staging._Pinned):
+    """Page-locked memory that is noted while it is."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        LOCKED.append(self)
+
+    def release(self) -> None:
+        super().release()
+        LOCKED.remove(self)
+
+
+def left(device: str) -> dict[str, Any]:
+    """What is there of a load: threads, open files of the checkpoint, parameters with memory, memory of the device, locked memory."""
     gc.collect()
     return {
+        "device_bytes": torch.cuda.memory_allocated() if device == "cuda" else 0,
+        "locked": len(LOCKED),
         "threads": [t.name for t in threading.enumerate() if t.name.startswith("rtp_llm")],
         "files": [link for fd in Path("/proc/self/fd").iterdir() if (link := _target(fd)).endswith(".safetensors")],
         "parameters": sum(isinstance(o, nn.Parameter) and not o.is_meta for o in gc.get_objects()),
@@ -93,9 +134,9 @@ def _target(fd: Path) -> str:
         return ""
 
 
-def tried(directory: Path) -> dict[str, Any]:
+def tried(directory: Path, device: str) -> dict[str, Any]:
     try:
-        load_model(directory, load=LoadConfig(device="cpu", reader_threads=_THREADS, buffer_mib=1))
+        load_model(directory, load=LoadConfig(device=device, kernels="torch", reader_threads=_THREADS, buffer_mib=1))
     except RtpLlmError as error:
         return {"error": error.problems[0].code, "file": error.problems[0].file, "text": str(error)}
     except BaseException as error:  # noqa: BLE001  # whatever it is, the test says whether it may be
@@ -103,7 +144,8 @@ def tried(directory: Path) -> dict[str, Any]:
     return {"error": None}
 
 
-def main(directory: Path) -> dict[str, dict[str, Any]]:
+def main(directory: Path, device: str) -> dict[str, dict[str, Any]]:
+    staging._Pinned = Noted  # type: ignore[misc]
     file = next(directory.glob("*.safetensors"))
     whole = file.read_bytes()
     harms = {
@@ -116,13 +158,42 @@ def main(directory: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for name, harm in harms.items():
         with harm:
-            found[name] = tried(directory)
-        found[name] |= left()
+            found[name] = tried(directory, device)
+        found[name] |= left(device)
     file.write_bytes(whole)
-    loaded = load_model(directory, load=LoadConfig(device="cpu", verify=True))
-    found["afterwards"] = {"verified": loaded.report.verified}
+    loaded = load_model(directory, load=LoadConfig(device=device, kernels="torch", verify=True))
+    found["afterwards"] = {"verified": loaded.report.verified, "locked": len(LOCKED)}
     return found
 
 
+def in_a_process(directory: Path, device: str) -> dict[str, dict[str, Any]]:
+    """All harms in one process of its own: a signal and a limit of memory are a whole process's."""
+    write_checkpoint(directory, llama(0.05), shards=1)
+    command = [sys.executable, "-m", "tests.loader.faults", str(directory), device]
+    done = subprocess.run(command, env=child_env(), capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+#: Each harm with the error that it ends in, and words of its message.
+HARMS = [
+    ("interrupt", "KeyboardInterrupt", ""),
+    ("disk", "IO_ERROR", "Input/output error"),
+    ("host memory", "MemoryError", ""),
+    ("parameters", "OUT_OF_MEMORY", "no memory for"),
+    ("cut", "SHORT_READ", "the file was cut while it was read"),
+]
+
+
+def assert_nothing_left(answer: dict[str, Any], error: str, text: str) -> None:
+    """The error says what happened, naming the file, and no thread, open file, half-filled parameter or locked memory is left."""
+    assert answer["error"] == error and text in answer["text"], answer
+    if error in ("IO_ERROR", "SHORT_READ"):
+        assert answer["file"].endswith(".safetensors")
+    kept = [answer[name] for name in ("threads", "files", "parameters", "device_bytes", "locked")]
+    assert kept == [[], [], 0, 0, 0], answer
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]))))
+    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2])))

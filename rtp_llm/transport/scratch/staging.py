@@ -44,7 +44,7 @@ class Staging:
     def __init__(self, device: torch.device, buffer_bytes: int) -> None:
         self._buffer_bytes = buffer_bytes
         self._slots: list[Slot] = []
-        self._pinned: list[_Pinned] = []
+        self._pinned: _Pinned | None = None
         self._turn = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._current = torch.cuda.stream(self._stream)  # does nothing for None
@@ -54,18 +54,19 @@ class Staging:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
-        self._current.__exit__(kind, error, trace)
-        self._slots.clear()
-        for memory in self._pinned:
-            memory.release()
+        try:
+            if self._stream is not None:
+                self._stream.synchronize()
+        finally:
+            self._current.__exit__(kind, error, trace)
+            self._slots.clear()
+            if self._pinned is not None:
+                self._pinned.release()
 
     def prepare(self) -> None:
         """Makes the buffers that every load needs, ahead of it."""
-        if self._stream is not None:
-            while len(self._slots) < CUDA_BUFFERS:
-                self._add()
+        if self._stream is not None and not self._slots:
+            self._make()
 
     def take(self, nbytes: int) -> Slot:
         """A buffer of at least ``nbytes`` whose earlier content has left it; to be given back by :meth:`give`."""
@@ -85,17 +86,19 @@ class Staging:
             self._stream.synchronize()
 
     def _next(self) -> Slot:
-        if len(self._slots) < (1 if self._stream is None else CUDA_BUFFERS):
-            self._add()
+        if not self._slots:
+            self._make()
         self._turn = (self._turn + 1) % len(self._slots)
         return self._slots[self._turn]
 
-    def _add(self) -> None:
+    def _make(self) -> None:
         if self._stream is None:
-            self._slots.append(Slot(torch.empty(self._buffer_bytes, dtype=torch.uint8)))
+            self._slots = [Slot(torch.empty(self._buffer_bytes, dtype=torch.uint8))]
             return
-        self._pinned.append(_Pinned(self._buffer_bytes))
-        self._slots.append(Slot(self._pinned[-1].tensor, torch.cuda.Event()))  # type: ignore[no-untyped-call]
+        # All of a thread's buffers at once: each call that locks or unlocks memory waits for those of the other threads.
+        self._pinned = _Pinned(CUDA_BUFFERS * self._buffer_bytes)
+        parts = self._pinned.tensor.split(self._buffer_bytes)
+        self._slots = [Slot(part, torch.cuda.Event()) for part in parts]  # type: ignore[no-untyped-call]
 
 
 class _Pinned:
