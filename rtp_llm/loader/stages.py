@@ -70,7 +70,7 @@ class MakingPlacement(Placement):
         self._room, self._held, self._stopped = room, 0, False
         self._changed = threading.Condition()
         self._gathered: dict[str, _Gathered] = {}
-        staged = (target.param for d in plan.deliveries if d.nbytes for target in d.targets if target.param in plan.stages)
+        staged = (target.param for d in plan.deliveries for target in d.targets if target.param in plan.stages and d.nbytes)
         self._places = {name: place for place, name in enumerate(dict.fromkeys(staged))}
         self._come: set[int] = set()
         self._turn = 0

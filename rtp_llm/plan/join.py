@@ -170,6 +170,7 @@ def join(
         experts=experts,
         mapping=mapping,
         quantization=quantization,
+        bytes_read=sum(d.nbytes for d in deliveries),
         bytes_resident=sum(prod(p.shape) * DTYPES_BY_TORCH_NAME[p.dtype].bits * DTYPES_BY_TORCH_NAME[p.dtype].packed // 8 for p in params),
         bytes_staging=bytes_staging,
         bytes_transient=max(transient_bytes(deliveries), bytes_finish),

@@ -176,6 +176,8 @@ class Source:
 
     def pull(self, slot_box: Box) -> Box:
         """The box of the raw tensor to read for ``slot_box``."""
+        if not self.ops:
+            return slot_box
         box = slot_box
         for op, shape in zip(reversed(self.ops), reversed(self._shapes()), strict=True):
             box = op.pull(box, shape)

@@ -58,12 +58,12 @@ class Delivery:
     @property
     def divisible(self) -> bool:
         """Whether it may be read in parts: no op, and no order of elements in the file, ties them together."""
-        return self.tensor.strides is None and all(op.local for op in self.source.ops)
+        return self.tensor.strides is None and (not self.source.ops or all(op.local for op in self.source.ops))
 
     @property
     def verbatim(self) -> bool:
         """Whether the bytes of ``raw_box``, end to end, are those of ``slot_box``: no op moves elements."""
-        return all(op.verbatim for op in self.source.ops)
+        return not self.source.ops or all(op.verbatim for op in self.source.ops)
 
     @property
     def stored_dtype(self) -> str | None:
@@ -132,7 +132,7 @@ class LoadPlan:
     """One rank's load.
 
     ``digest`` is the part on which all ranks must agree (files, tensors, mapping, sizes, dtype; no path, no rank);
-    ``predicted_peak_bytes`` counts this rank's parameters, the transport's staging buffers, the largest tensor that has to be
+    ``bytes_read`` is what the deliveries take from storage; ``predicted_peak_bytes`` counts this rank's parameters, the transport's staging buffers, the largest tensor that has to be
     read whole, and what parameters are made of while it is on its way.  ``experts`` is empty for a model without experts;
     ``missing``, ``unexpected`` and ``problems`` are empty in a plan that may be carried out.
     """
@@ -156,6 +156,7 @@ class LoadPlan:
     experts: tuple[ExpertSlots, ...] = field(repr=False)
     mapping: rules.Mapping = field(repr=False)
     quantization: Quantization | None
+    bytes_read: int
     bytes_resident: int
     bytes_staging: int
     bytes_transient: int
@@ -172,11 +173,6 @@ class LoadPlan:
     def expert_layouts(self) -> dict[tuple[int, str], ExpertLayout]:
         """How the checkpoint has the experts, by layer and weight (``gate_up``, ``down``); see the function of this name."""
         return expert_layouts(self.mapping, (t.name for t in self.tensors)) if self.experts else {}
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes that this rank reads from storage."""
-        return sum(d.nbytes for d in self.deliveries)
 
     @property
     def predicted_peak_bytes(self) -> int:

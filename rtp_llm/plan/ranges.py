@@ -28,7 +28,7 @@ class Runs:
 
     @property
     def nbytes(self) -> int:
-        return self.count * self.length
+        return self.count * self.length if self.steps else self.length
 
     @property
     def stop(self) -> int:

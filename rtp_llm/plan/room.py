@@ -52,6 +52,8 @@ def room_for(plan: LoadPlan, hands: Hands) -> Room:
     Two of the largest, so that one is gathered while another one is made; and no less than one and what all threads have in
     hand, so that a limit of small tensors does not stop them.
     """
+    if not plan.stages:
+        return Room(0, 0, 0)
     staged = [(content_bytes(stage, d), stage, d) for d in plan.deliveries if d.nbytes for stage in _stages_of(d, plan.stages)]
     several = [nbytes for nbytes, _, d in staged if d.nbytes > hands.part_bytes and d.divisible]
     # One that cannot be divided comes whole, one at a time if it is larger than a buffer, and is held again while an op works on it.

@@ -126,7 +126,7 @@ def work_of(
     staged = wanted = 0
     for delivery in plan.deliveries:
         extent, place = extent_of(delivery), direct(delivery)
-        if not extent.nbytes:
+        if not extent.runs.length:
             continue  # the box of a rank whose share is empty, or an empty tensor: nothing to read or to write
         stream = [] if place is None else _streamed(extent, place, room, most_gap)
         if stream:
