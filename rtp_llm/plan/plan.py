@@ -132,9 +132,10 @@ class LoadPlan:
     """One rank's load.
 
     ``digest`` is the part on which all ranks must agree (files, tensors, mapping, sizes, dtype; no path, no rank);
-    ``bytes_read`` is what the deliveries take from storage; ``predicted_peak_bytes`` counts this rank's parameters, the transport's staging buffers, the largest tensor that has to be
-    read whole, and what parameters are made of while it is on its way.  ``experts`` is empty for a model without experts;
-    ``missing``, ``unexpected`` and ``problems`` are empty in a plan that may be carried out.
+    ``bytes_read`` is what the deliveries take from storage; ``predicted_peak_bytes`` counts this rank's parameters, the transport's
+    staging buffers, the largest tensor that has to be read whole, and what parameters are made of while it is on its way.
+    ``experts`` is empty for a model without experts; ``missing``, ``unexpected`` and ``problems`` are empty in a plan that may be
+    carried out.
     """
 
     architecture: str
