@@ -127,7 +127,9 @@ class Quantiser:
             for c, d, k in _evenly((0, columns), bk):
                 blocks = content[a:b, c:d].view(-1, n, (d - c) // k, k)
                 # Extremes, not the largest of absolute values: those would be a copy of the tensor.
-                if n > 1 and k < d - c:  # many blocks: one dimension after the other is faster on the CPU
+                if blocks.shape[0] * blocks.shape[2] == 1:
+                    least, most = torch.aminmax(blocks)
+                elif n > 1:  # one dimension after the other is faster on the CPU
                     least, most = blocks.amin(1).amin(2), blocks.amax(1).amax(2)
                 else:
                     least, most = blocks.amin((1, 3)), blocks.amax((1, 3))
