@@ -53,8 +53,9 @@ class FlashInferKernels:
         self._rotate = called(_ROTATE)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        x = _loadable(x)
         # Heads cut out of a wider product are taken as they lie; the kernel for whole rows is quicker for all else.
-        heads = x.dim() == 3 and not x.is_contiguous() and x.stride(-1) == 1
+        heads = x.dim() == 3 and not x.is_contiguous()
         out: torch.Tensor = self._rms_norm(input=x if heads else x.reshape(-1, x.shape[-1]), weight=weight, eps=eps)
         return out.view(x.shape)
 
@@ -76,9 +77,16 @@ class FlashInferKernels:
     def rotate(self, q: torch.Tensor, k: torch.Tensor, tables: RotaryTables, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
         table, rows = tables
         turned: tuple[torch.Tensor, torch.Tensor] = self._rotate(
-            positions=rows, query=q, key=k, head_size=q.shape[-1], cos_sin_cache=table, is_neox=not interleaved
+            positions=rows, query=_loadable(q), key=_loadable(k), head_size=q.shape[-1], cos_sin_cache=table, is_neox=not interleaved
         )
         return turned
+
+
+def _loadable(x: torch.Tensor) -> torch.Tensor:
+    """``x``, or a copy of it where its rows do not begin where a thread can load a vector: kernels look at strides, and trust them."""
+    apart = _VECTOR_BYTES // x.element_size()
+    aligned = x.stride(-1) == 1 and not any(stride % apart for stride in x.stride()[:-1]) and not x.data_ptr() % _VECTOR_BYTES
+    return x if aligned else x.contiguous()
 
 
 def _multiple(what: str, size: int, multiple: int) -> str:

@@ -74,6 +74,14 @@ def test_norms_of_heads(kernels: FlashInferKernels, dtype: torch.dtype) -> None:
     close(kernels.rms_norm(heads, weight, 1e-6), TORCH.rms_norm(heads.float(), weight.float(), 1e-6), dtype)
 
 
+@pytest.mark.parametrize("first", [0, 3, 8])
+def test_rows_that_lie_apart(kernels: FlashInferKernels, first: int) -> None:
+    """A latent beside something else, on any address: also where no thread could load a vector."""
+    product, weight = randn(9, 600 + first, dtype=torch.bfloat16), randn(512, dtype=torch.bfloat16, seed=1)
+    rows = product[:, first : first + 512]
+    close(kernels.rms_norm(rows, weight, 1e-6), TORCH.rms_norm(rows.float(), weight.float(), 1e-6), torch.bfloat16)
+
+
 @pytest.mark.parametrize("size", [8, 1536, 14336])
 @pytest.mark.parametrize("rows", [(1,), (2, 5), (300,)])
 @pytest.mark.parametrize("dtype", TOLERANCE)
