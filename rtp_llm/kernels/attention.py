@@ -137,15 +137,19 @@ class TorchPlan:
     def sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """``q [tokens, heads, dim]``, ``k`` and ``v [rows, keys, kv_heads, dim]`` to ``[tokens, heads, dim of v]``."""
         rows, kv_heads = len(self.index), k.shape[2]
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        if len(q) == rows:
-            # One token a row: the heads that share a key are the queries of one head, which is quicker than to repeat keys.
-            q = q.reshape(rows, kv_heads, -1, q.shape[-1])
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=self.scale).flatten(1, 2)
-        q = q.reshape(rows, -1, *q.shape[1:]).transpose(1, 2)
-        shared = q.shape[1] != kv_heads
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=self.causal, enable_gqa=shared, scale=self.scale)
-        return out.transpose(1, 2).flatten(0, 1)
+        q, k, v = q.reshape(rows, -1, *q.shape[1:]).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if self.causal:
+            # Kernels for this repeat no keys, and need no mask.
+            shared = q.shape[1] != kv_heads
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared, scale=self.scale)
+            return out.transpose(1, 2).flatten(0, 1)
+        # The heads that share a key become queries of one head: with a mask, kernels for shared heads repeat keys.
+        heads, tokens = q.shape[1:3]
+        group = heads // kv_heads
+        mask = self.mask if self.mask is None or tokens == 1 else self.mask.repeat(1, 1, group, 1)
+        q = q.reshape(rows, kv_heads, group * tokens, -1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
+        return out.reshape(rows, heads, tokens, -1).transpose(1, 2).flatten(0, 1)
 
 
 class TorchAttention:

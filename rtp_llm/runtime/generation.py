@@ -126,28 +126,33 @@ class Generation:
         self.prefill, self.decode = Pace(), Pace()
 
     def events(self) -> Iterator[Event]:
-        """Everything that happens, in its order; may be iterated once.
+        """Everything that happens, in its order; may be iterated once.  Whoever stops early leaves an empty cache.
 
         Raises:
             ForwardError: a request that the cache would not hold if it were alone there.
         """
-        while self._waiting or self._running:
-            for together in _alike(self._admitted()):
-                yield from self._advanced(together, self._first(together))
-            if self._running:
-                yield from self._advanced(list(self._running), self._next(self._running))
+        try:
+            while self._waiting or self._running:
+                for together in _alike(self._admitted()):
+                    yield from self._advanced(together, self._first(together))
+                if self._running:
+                    yield from self._advanced(list(self._running), self._next(self._running))
+        finally:
+            for sequence in self._running:
+                self._cache.release(sequence.slot)
+            self._running.clear()
 
     def _admitted(self) -> list[_Sequence]:
         """Takes prompts in, in their order, while there is room for the whole of their answers."""
         started: list[_Sequence] = []
         while self._waiting and self._cache.free_slots:
             index, request = self._waiting[0]
-            if pages_for(request.length) > self._cache.free_pages and (self._running or started):
+            if pages_for(request.length) > self._cache.free_pages and self._running:
                 break
             slot = self._cache.take(request.length)
             self._waiting.popleft()
             started.append(_Sequence(index, request, slot, Sampler(request.sampling)))
-        self._running += started
+            self._running.append(started[-1])
         return started
 
     @torch.inference_mode()

@@ -83,6 +83,18 @@ def test_events_tell_each_token_once_and_in_order(model: Any) -> None:
     assert generation.prefill.per_second and generation.decode.per_second
 
 
+def test_who_stops_early_leaves_an_empty_cache(model: Any) -> None:
+    """Slots and pages are free again, for whoever comes next."""
+    asked = requests()
+    cache = model.cache_of(cache_size(asked, 3))
+    events = Generation(model, asked, cache).events()
+    for _ in range(8):
+        next(events)
+    assert cache.free_slots < 3
+    events.close()  # type: ignore[attr-defined]
+    assert (cache.free_slots, cache.free_pages) == (3, cache.size.pages)
+
+
 def test_few_pages_make_prompts_wait(model: Any) -> None:
     """A cache that holds fewer sequences than it has slots runs as many as there are pages for; one that cannot hold a request
     alone refuses it."""
