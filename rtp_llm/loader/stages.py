@@ -19,6 +19,7 @@ from rtp_llm.loader.placement import Placement
 from rtp_llm.plan.boxes import Box, extent, view, volume
 from rtp_llm.plan.making import Stage
 from rtp_llm.plan.plan import Delivery, LoadPlan
+from rtp_llm.plan.room import staged_deliveries
 
 #: Bytes of float32 that a tensor is quantised in at a time.  On the CPU what a core's cache holds: larger steps take up to three
 #: times as long.  On a GPU enough that launches do not count.
@@ -36,10 +37,11 @@ class Stopped(Exception):
 
 @dataclass(slots=True)
 class _Gathered:
-    """A stage's tensor on its way: its memory, when it may be written, the elements still to come, and what was queued to fill
-    it."""
+    """A stage's tensor on its way: its memory, how much of the room that takes, when it may be written, the elements still to come,
+    and what was queued to fill it."""
 
     content: torch.Tensor
+    room: int
     ready: torch.cuda.Event | None
     left: int
     written: list[torch.cuda.Event] = field(default_factory=list)
@@ -70,8 +72,7 @@ class MakingPlacement(Placement):
         self._room, self._held, self._stopped = room, 0, False
         self._changed = threading.Condition()
         self._gathered: dict[str, _Gathered] = {}
-        staged = (target.param for d in plan.deliveries for target in d.targets if target.param in plan.stages and d.nbytes)
-        self._places = {name: place for place, name in enumerate(dict.fromkeys(staged))}
+        self._places = {name: place for place, name in enumerate(dict.fromkeys(stage.name for stage, _ in staged_deliveries(plan)))}
         self._come: set[int] = set()
         self._turn = 0
 
@@ -117,7 +118,7 @@ class MakingPlacement(Placement):
             del self._gathered[stage.name]
         self._make(stage, gathered)
         with self._changed:
-            self._held -= gathered.content.nbytes
+            self._held -= gathered.room
             self._changed.notify_all()
 
     def _entered(self, stage: Stage, dtype: torch.dtype, *, alone: bool) -> _Gathered:
@@ -141,15 +142,14 @@ class MakingPlacement(Placement):
                 self._come.remove(self._turn)
                 self._turn += 1
             self._changed.notify_all()
-            if not alone:
-                self._held += nbytes
-            found = self._gathered[stage.name] = self._allocated(stage, dtype)
+            found = self._gathered[stage.name] = self._allocated(stage, dtype, 0 if alone else nbytes)
+            self._held += found.room
             return found
 
-    def _allocated(self, stage: Stage, dtype: torch.dtype) -> _Gathered:
+    def _allocated(self, stage: Stage, dtype: torch.dtype, room: int) -> _Gathered:
         with torch.cuda.stream(self._stream):  # does nothing for None
             content = torch.empty(extent(stage.region), dtype=dtype, device=self._device)
-        return _Gathered(content, None if self._stream is None else self._stream.record_event(), volume(stage.region))
+        return _Gathered(content, room, None if self._stream is None else self._stream.record_event(), volume(stage.region))
 
     def _make(self, stage: Stage, gathered: _Gathered) -> None:
         places = [(p.output, p.box, self._place(p.param, p.local_box).view(extent(p.box))) for p in stage.products]

@@ -6,7 +6,7 @@ parts: threads that work side by side are held to a limit; one that works alone 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -54,7 +54,7 @@ def room_for(plan: LoadPlan, hands: Hands) -> Room:
     """
     if not plan.stages:
         return Room(0, 0, 0)
-    staged = [(content_bytes(stage, d), stage, d) for d in plan.deliveries if d.nbytes for stage in _stages_of(d, plan.stages)]
+    staged = [(content_bytes(stage, d), stage, d) for stage, d in staged_deliveries(plan)]
     several = [nbytes for nbytes, _, d in staged if d.nbytes > hands.part_bytes and d.divisible]
     # One that cannot be divided comes whole, one at a time if it is larger than a buffer, and is held again while an op works on it.
     undivided = max((2 * nbytes for nbytes, _, d in staged if d.nbytes > hands.part_bytes and not d.divisible), default=0)
@@ -86,5 +86,10 @@ def held_bytes(parts: Iterable[Delivery], stages: Mapping[str, Stage], step_byte
     return most
 
 
-def _stages_of(delivery: Delivery, stages: Mapping[str, Stage]) -> Iterable[Stage]:
-    return (stages[target.param] for target in delivery.targets if target.param in stages)
+def staged_deliveries(plan: LoadPlan) -> Iterator[tuple[Stage, Delivery]]:
+    """What parameters are made of, in order, but for what has no byte."""
+    if plan.stages:  # most plans have none, and many deliveries
+        for delivery in plan.deliveries:
+            for target in delivery.targets:
+                if target.param in plan.stages and delivery.nbytes:
+                    yield plan.stages[target.param], delivery

@@ -45,9 +45,9 @@ def taken(path: str, method: str, quantization: str | None) -> tuple[dict[str, i
     most = count = 0
 
     class Recording(MakingPlacement):
-        def _allocated(self, stage: Stage, dtype: torch.dtype) -> Any:
+        def _allocated(self, stage: Stage, dtype: torch.dtype, room: int) -> Any:
             nonlocal most, count
-            found = super()._allocated(stage, dtype)
+            found = super()._allocated(stage, dtype, room)
             held = [*self._gathered.values(), found]
             most, count = max(most, sum(g.content.nbytes for g in held)), max(count, len(held))
             return found

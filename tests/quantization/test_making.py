@@ -118,9 +118,9 @@ class Recording(MakingPlacement):
     most = 0
     made = 0
 
-    def _allocated(self, stage: Stage, dtype: torch.dtype) -> Any:
+    def _allocated(self, stage: Stage, dtype: torch.dtype, room: int) -> Any:
         self.most = max(self.most, sum(g.content.nbytes for g in self._gathered.values()) + 2 * volume(stage.region))
-        return super()._allocated(stage, dtype)
+        return super()._allocated(stage, dtype, room)
 
     def _make(self, stage: Stage, gathered: Any) -> None:
         super()._make(stage, gathered)
@@ -166,7 +166,7 @@ def test_threads_wait_for_room(wide: Path) -> None:
     for thread in others:
         thread.join(60)
         assert not thread.is_alive()
-    assert sink.made == len(found.plan.stages) and 0 < sink.most <= room
+    assert sink.made == len(found.plan.stages) and sink._held == 0 and 0 < sink.most <= room
 
 
 def test_who_waits_leaves_when_the_load_is_given_up(wide: Path) -> None:
@@ -225,7 +225,7 @@ def test_own_reader_keeps_to_the_limit(grid: str, wide: Path) -> None:
     room = room_for(found.plan, hands(load, "cpu"))
     sink = Recording(allocate(found.model, found.plan, torch.device("cpu")), found.plan, room.parts)
     ScratchTransport(str(wide), torch.device("cpu"), 4, MIB, 0).deliver(found.plan, sink, Quiet(), lambda: None)
-    assert sink.made == len(found.plan.stages)
+    assert sink.made == len(found.plan.stages) and sink._held == 0
     assert 0 < sink.most <= room.parts + room.single
     assert room.nbytes == found.plan.bytes_making
 
