@@ -88,11 +88,15 @@ def problem(backend: Backend, lack: Lack, names: Sequence[str]) -> Problem:
     )
 
 
-def told(setting: str, choices: Sequence[Choice]) -> tuple[int, str]:
-    """The decision for the log: its level, and one line."""
-    broken = any(choice.fault in {fault.name for fault in _BROKEN} for choice in choices)
+def told(setting: str, backend: Backend, choices: Sequence[Choice]) -> tuple[int, str]:
+    """The decision for the log: its level, and one line; with what to do, where something is broken that nobody asked for."""
+    broken = [KernelFault[choice.fault] for choice in choices if choice.fault in {fault.name for fault in _BROKEN}]
     by_reason: dict[tuple[str, str], list[str]] = {}
     for choice in choices:
         by_reason.setdefault((choice.backend, choice.reason), []).append(choice.op)
     parts = [f"{backend} for {', '.join(ops)} ({reason})" for (backend, reason), ops in by_reason.items()]
-    return logging.WARNING if broken and setting == AUTO else logging.INFO, f"kernels {setting}: {'; '.join(parts) or 'none are called'}"
+    text = f"kernels {setting}: {'; '.join(parts) or 'none are called'}"
+    if not broken or setting != AUTO:
+        return logging.INFO, text
+    fixes = dict.fromkeys(FIXES[fault].format(requirement=backend.requirement) for fault in broken)
+    return logging.WARNING, f"{text}. {'; '.join(fixes)}"

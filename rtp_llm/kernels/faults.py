@@ -38,7 +38,8 @@ FIXES: Mapping[KernelFault, str] = MappingProxyType(
         KernelFault.ARCHITECTURE: "use --kernels auto or torch, or a newer GPU",
         KernelFault.DTYPE: "use --kernels auto, which takes torch for it, or --dtype bfloat16",
         KernelFault.SHAPE: "use --kernels auto, which takes torch for it",
-        KernelFault.NO_COMPILER: "put ninja and nvcc of torch's CUDA on PATH, or name its toolkit in CUDA_HOME; or use --kernels torch",
+        KernelFault.NO_COMPILER: "put ninja and nvcc of torch's CUDA on PATH, or install what is compiled (flashinfer-jit-cache of the"
+        " same version); or use --kernels torch",
         KernelFault.COMPILE_FAILED: "look at the compiler's output in the file that is named; or use --kernels torch",
         KernelFault.OTHER_CUDA: "let CUDA_HOME name a toolkit of torch's CUDA; or use --kernels torch",
     }

@@ -170,7 +170,7 @@ class KernelSetup:
         self.plan = plan
         self._speaks = speaks
         if speaks:
-            _log.log(*told(plan.setting, plan.choices))
+            _log.log(*told(plan.setting, FLASHINFER, plan.choices))
         modules = plan.modules()
         self._compilation = Compilation(modules, plan.device.cuda) if modules and plan.device.cuda else None
         self._compiled: Compiled | None = None
@@ -203,7 +203,7 @@ class KernelSetup:
         for one in failed:
             plan = _by_torch(plan, one["ops"], one["reason"], one["fault"])
         if failed and self._speaks:
-            _log.log(*told(plan.setting, plan.choices))
+            _log.log(*told(plan.setting, FLASHINFER, plan.choices))
         ops = [choice.op for choice in plan.choices if choice.backend == FLASHINFER.name]
         bind(model, FLASHINFER.kernels(ops) if ops else {})
         return KernelReport(plan.setting, plan.choices, self._compiled)

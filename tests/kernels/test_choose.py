@@ -60,7 +60,7 @@ def test_devices(device: DeviceFacts, fault: str, said: str) -> None:
     """No CUDA device, or one that is too old: auto takes torch and says so, and flashinfer is refused once for all operations."""
     choices = choose("auto", FLASHINFER, NEEDS, {}, device)
     assert {(c.backend, c.fault, c.reason) for c in choices} == {("torch", fault, said)}
-    assert told("auto", choices)[0] == logging.INFO
+    assert told("auto", FLASHINFER, choices)[0] == logging.INFO
     with pytest.raises(KernelError) as caught:
         choose("flashinfer", FLASHINFER, NEEDS, {}, device)
     (problem,) = caught.value.problems
@@ -102,8 +102,9 @@ def test_what_was_found_in_the_package(fault: KernelFault, level: int) -> None:
     """Absent is normal and told at INFO; installed and broken is a warning.  Only what calls the broken name goes to torch."""
     choices = choose("auto", FLASHINFER, NEEDS, resolutions(fault, "rmsnorm"), HOPPER)
     assert backends(choices) == {**dict.fromkeys(OPS, "flashinfer"), "rms_norm": "torch"}
-    found, text = told("auto", choices)
+    found, text = told("auto", FLASHINFER, choices)
     assert found == level and "what was seen of rmsnorm" in text and "\n" not in text
+    assert ("pip install" in text) == (level == logging.WARNING), "what to do, where there is something to be done"
 
 
 def test_what_compiles_counts_as_well() -> None:
