@@ -33,7 +33,8 @@ LOST_SECONDS = 30.0
 #: Seconds to wait for the cause of a broken connection: a few beats for the neighbour of the rank that died to see and say
 #: so; then the broken connection has to do as the reason, so that all end within ten seconds.
 CAUSE_SECONDS = 8.0
-#: Seconds between two looks for a message, growing from the first to the second, to spare the store of a large group.
+#: Seconds between two looks for a message, growing from the first, to spare the store: to as much for every rank of the group,
+#: since what a rank asks of the store takes the time of all, and no further than to the second.  Few ranks lose little by waiting.
 _LOOK_SECONDS = (0.002, 0.05)
 
 #: Findings of one rank that the others are told: more than a message shows, and little for the store.
@@ -92,6 +93,7 @@ class Watch:
         self._rounds += 1
         keys = [f"message/{self._rounds}/{rank}" for rank in range(self.size)]
         deadline, pause = time.monotonic() + self._timeout_s, _LOOK_SECONDS[0]
+        longest = min(_LOOK_SECONDS[1], self.size * _LOOK_SECONDS[0])
         try:
             self._store.set(keys[self.rank], payload.hex())
             while not self._store.check(keys):
@@ -100,7 +102,7 @@ class Watch:
                     silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                     raise ParallelError(broken(self.rank, self.size, f"nothing from rank(s) {silent} for {self._timeout_s:g} s"))
                 time.sleep(pause)
-                pause = min(2 * pause, _LOOK_SECONDS[1])
+                pause = min(2 * pause, longest)
             return [bytes.fromhex(self._store.get(key).decode()) for key in keys]
         except dist.DistError as error:
             raise ParallelError(self.first_error(CAUSE_SECONDS) or _no_store(error)) from error
