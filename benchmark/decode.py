@@ -149,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small, short, one turn")
     parser.add_argument("--gb", type=float, default=16.0, help="size of the model in 10**9 bytes of bfloat16")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, help="3 unless given; 1 with --quick")
     parser.add_argument("--dir", help="where the checkpoint is written; a temporary directory otherwise")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", nargs=4, metavar=("DIR", "NAME", "DEVICE", "PLAN"), help=argparse.SUPPRESS)
@@ -165,8 +165,8 @@ def main() -> None:
     from rtp_llm.bench.synthetic import llama, write_checkpoint
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    gb, turns = (0.05, 1) if args.quick else (args.gb, args.turns)
-    sizes = Sizes((1, 8), 16, 17) if args.quick else Sizes((1, 8, 64), 128, 257)
+    gb, turns = (0.05, args.turns or 1) if args.quick else (args.gb, args.turns or 3)
+    sizes = Sizes((1, 8), 16, 33) if args.quick else Sizes((1, 8, 64), 128, 257)
     names = [REFERENCE, *(name for name, (kernels, graphs) in OURS.items() if device == "cuda" or (kernels, graphs) == ("torch", False))]
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="decode-") as folder:
         directory = Path(folder, "model")
