@@ -23,14 +23,14 @@ def in_chunks(plan: LoadPlan, order: Order, rank: int, config: EffectiveConfig, 
 def predictions(plan: LoadPlan, load: LoadConfig, device_type: str) -> Iterator[tuple[str, LoadPlan]]:
     """For each transport that can carry the plan out its name, and the plan with what it takes.
 
-    ``plan`` is that of the own reader.  fastsafetensors is taken to be one that reads in chunks, whether or not it is installed
-    here, and all ranks to have as much resident as this one.
+    ``plan`` is that of the own reader, and the only one if it has problems.  fastsafetensors is taken to be one that reads in chunks,
+    whether or not it is installed here, and all ranks to have as much resident as this one.
 
     Raises:
         ConfigError: settings of fastsafetensors that are not allowed.
     """
     yield SCRATCH, plan
-    if all(file.format == "safetensors" for file in plan.files):
+    if not plan.problems and all(file.format == "safetensors" for file in plan.files):
         config, place = effective(load), plan.parallel
         order = order_of(plan, StackedMode(load.stacked_moe_mode), config.chunk_for(plan.bytes_resident), place.tp_size * place.ep_size)
         yield FASTSAFETENSORS, in_chunks(plan, order, place.ep_rank * place.tp_size + place.tp_rank, config, device_type)

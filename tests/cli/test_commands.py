@@ -73,12 +73,15 @@ def test_plan(tiny: Path, run: Any) -> None:
         assert (code, err) == (0, "")
         documents.append(json.loads(out))
     wanted = "digest architecture tp_size tp_rank ep_size ep_rank parameters bytes_resident bytes_read predicted_peak_bytes files"
-    assert set(f"{wanted} missing unexpected skipped".split()) <= set(documents[0])
+    assert set(f"{wanted} transports missing unexpected skipped".split()) <= set(documents[0])
+    by_transport = documents[0]["transports"]
+    assert set(by_transport) == {"scratch", "fastsafetensors"}
+    assert by_transport["scratch"]["predicted_peak_bytes"] == documents[0]["predicted_peak_bytes"]
     assert [d["tp_rank"] for d in documents] == [0, 1] and documents[0]["digest"] == documents[1]["digest"]
     whole = json.loads(run("plan", tiny, "--json")[1])
     assert documents[0]["bytes_read"] < whole["bytes_read"] < sum(d["bytes_read"] for d in documents) * 1.5
     code, out, _ = run("plan", tiny, "--tp_size", 2, "--rank", 1)
-    assert code == 0 and "1 of 2" in out and documents[1]["digest"] in out
+    assert code == 0 and "1 of 2" in out and documents[1]["digest"] in out and "peak memory, fastsafetensors" in out
 
 
 def test_plan_of_a_checkpoint_that_does_not_fit_its_model(tiny: Path, run: Any, tmp_path: Path) -> None:
