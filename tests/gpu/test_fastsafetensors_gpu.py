@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,21 @@ def test_stacked_experts(tmp_path: Path) -> None:
         for mode in ("per-expert", "full-stacked"):
             chosen = LoadConfig(device="cuda", load_method="fastsafetensors", verify=True, stacked_moe_mode=mode)
             assert load_model(directory, load=chosen).report.effective_mode == "fastsafetensors"
+
+
+@pytest.mark.parametrize("method", ["inline-fp8-tensor", "inline-fp8-block"])
+def test_fp8_made_of_chunks(checkpoint: Path, method: str) -> None:
+    """Codes and scales that are made of what comes in chunks are those that the own reader makes, and the peak is what is predicted."""
+    by_reader = load_model(checkpoint, load=LoadConfig(device="cuda", load_method="scratch", dtype="bfloat16", quantization=method))
+    wanted = {name: parameter.cpu() for name, parameter in by_reader.model.named_parameters()}
+    del by_reader
+    loaded = load_model(checkpoint, load=replace(settings(16, dtype="bfloat16"), quantization=method))
+    report = loaded.report
+    assert report.effective_mode == "fastsafetensors" and report.plan.bytes_making > 0
+    for name, parameter in loaded.model.named_parameters():
+        assert torch.equal(parameter.cpu().reshape(-1).view(torch.uint8), wanted[name].reshape(-1).view(torch.uint8)), name
+    assert report.measured_peak_bytes is not None
+    assert report.measured_peak_bytes <= report.plan.predicted_peak_bytes + (2 << 20) * (len(report.plan.params) + 3)
 
 
 def shared(path: str) -> tuple[str, int | None, torch.Tensor]:
