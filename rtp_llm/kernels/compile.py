@@ -87,25 +87,34 @@ def cuda_major(library: Path) -> str | None:
     return found.group(1).decode() if found else None
 
 
-def toolless(modules: Iterable[JitModule], cuda: str) -> Lack | None:
-    """Why modules that are not compiled for ``cuda`` (``13.0``) could not be compiled here; None where they could, or need not.
+def check_tools(modules: Iterable[JitModule], cuda: str) -> None:
+    """Whether what is not compiled for ``cuda`` (``13.0``) could be compiled here; compiles nothing.
 
-    Ninja is also needed for those that are compiled, since flashinfer asks it each time whether they still are.
+    Ninja is also needed for what is compiled, since flashinfer asks it each time whether it still is.
+
+    Raises:
+        CompileError: ``NO_COMPILER``, with the modules that cannot be had; or as :func:`described`.
     """
-    specs = [spec for _, spec in described(modules) if not spec.is_aot]
-    lacking = [_no_ninja()] if specs and not shutil.which("ninja") else []
-    if any(not _usable(spec, cuda) for spec in specs):
-        try:
-            nvcc = Path(called(_CUDA_PATH)()) / "bin" / "nvcc"
-            lacking += [] if nvcc.exists() else [f"there is no {nvcc}"]
-        except RuntimeError as error:
-            lacking.append(str(error))
-    return Lack(KernelFault.NO_COMPILER, "; ".join(lacking)) if lacking else None
+    own = [(module, spec) for module, spec in described(modules) if not spec.is_aot]
+    missing = [(module, spec) for module, spec in own if not _usable(spec, cuda)]
+    no_ninja, no_nvcc = _no_ninja() if own else "", _no_nvcc() if missing else ""
+    if no_ninja or no_nvcc:
+        lack = Lack(KernelFault.NO_COMPILER, "; ".join(filter(None, (no_ninja, no_nvcc))))
+        raise CompileError(lack, [module for module, _ in (own if no_ninja else missing)])
 
 
 def _no_ninja() -> str:
     own = Path(sys.prefix) / "bin" / "ninja"
-    return "ninja is not on PATH" + (f", where {own.parent} should be" if own.exists() else "")
+    hint = f", where {own.parent} should be" if own.exists() else ""
+    return "" if shutil.which("ninja") else f"ninja is not on PATH{hint}"
+
+
+def _no_nvcc() -> str:
+    try:
+        nvcc = Path(called(_CUDA_PATH)()) / "bin" / "nvcc"
+    except RuntimeError as error:  # flashinfer's own words
+        return str(error)
+    return "" if nvcc.exists() else f"there is no {nvcc}"
 
 
 def _usable(spec: Any, cuda: str) -> bool:

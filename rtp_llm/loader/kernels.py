@@ -14,7 +14,7 @@ from torch import nn
 from rtp_llm.kernels.backends import FLASHINFER
 from rtp_llm.kernels.bind import bind
 from rtp_llm.kernels.choose import AUTO, TORCH, Choice, choose, problem, told
-from rtp_llm.kernels.compile import SYMBOLS, Compilation, Compiled, CompileError, toolless
+from rtp_llm.kernels.compile import SYMBOLS, Compilation, Compiled, CompileError, check_tools
 from rtp_llm.kernels.faults import KernelError
 from rtp_llm.kernels.interface import kernel_needs
 from rtp_llm.kernels.needs import Need
@@ -123,16 +123,16 @@ def survey() -> list[tuple[str, str, tuple[str, ...]]]:
 
 def _compilable(plan: KernelPlan, found: Mapping[Symbol, Resolution]) -> KernelPlan:
     """The plan, without what cannot be compiled here."""
-    modules = plan.modules()
-    if not modules or plan.device.cuda is None:
-        return plan
-    lack = next((Lack(r.fault, r.detail) for s in SYMBOLS if (r := found[s]).fault is not None), None)
-    if lack is None:
+    while (modules := plan.modules()) and plan.device.cuda is not None:
+        lack = next((Lack(r.fault, r.detail) for s in SYMBOLS if (r := found[s]).fault is not None), None)
+        if lack is not None:
+            return _without(plan, lack, modules)
         try:
-            lack = toolless(modules, plan.device.cuda)
+            check_tools(modules, plan.device.cuda)
+            break
         except CompileError as error:
-            lack = error.lack
-    return plan if lack is None else _without(plan, lack, modules)
+            plan = _without(plan, error.lack, error.failed)
+    return plan
 
 
 def _without(plan: KernelPlan, lack: Lack, failed: Sequence[JitModule]) -> KernelPlan:

@@ -11,7 +11,7 @@ from torch import nn
 from rtp_llm.config import LoadConfig, ParallelConfig
 from rtp_llm.kernels.backends import FLASHINFER
 from rtp_llm.kernels.choose import choose
-from rtp_llm.kernels.compile import Compilation, Compiled, CompileError, cuda_major, toolless
+from rtp_llm.kernels.compile import Compilation, Compiled, CompileError, check_tools, cuda_major
 from rtp_llm.kernels.faults import KernelError
 from rtp_llm.kernels.offers import DeviceFacts, JitModule
 from rtp_llm.layers.norm import RMSNorm
@@ -33,7 +33,7 @@ def modules() -> tuple[JitModule, ...]:
 
 
 def compiled() -> Compiled:
-    assert toolless(modules(), "13.0") is None
+    check_tools(modules(), "13.0")
     return Compilation(modules(), "13.0").result(60, print, lambda: None)
 
 
@@ -123,19 +123,29 @@ def test_a_model_from_declaration_to_binding(tmp_path: Path) -> None:
     assert {fault for op, fault in result.value.items() if op not in sound} == {"COMPILE_FAILED"}
 
 
-def _without_tools() -> list[str]:
-    lack = toolless(modules(), "13.0")
-    assert lack is not None
-    return [lack.fault.name, lack.detail]
+def _without_nvcc(folder: str) -> None:
+    toolkit = Toolkit(Path(folder))
+    compiled()
+    (toolkit.cached / "rope" / "rope.so").unlink()
+    (toolkit.folder / "cuda" / "bin" / "nvcc").unlink()
+    with pytest.raises(CompileError) as caught:
+        check_tools(modules(), "13.0")
+    assert caught.value.lack.fault.name == "NO_COMPILER" and "nvcc" in caught.value.lack.detail
+    assert [module.generate.name for module in caught.value.failed] == ["gen_rope_module"], "what is compiled needs no compiler"
+
+
+def _without_ninja() -> None:
+    with pytest.raises(CompileError) as caught:
+        check_tools(modules(), "13.0")
+    assert "ninja is not on PATH" in caught.value.lack.detail and caught.value.failed == modules()
 
 
 def test_without_compiler(tmp_path: Path) -> None:
-    """Neither ninja nor nvcc: said before a weight is read, with the folder of a ninja that only has to be put on the path."""
+    """Said before a weight is read, of just those modules that cannot be had: without nvcc, of those that are not compiled;
+    without ninja, which flashinfer asks each time, of all."""
     toolkit = Toolkit(tmp_path)
-    (tmp_path / "cuda" / "bin" / "nvcc").unlink()
-    (result,) = run_ranks(1, _without_tools, env={**toolkit.env, "PATH": str(tmp_path)})
-    fault, detail = result.value
-    assert fault == "NO_COMPILER" and "ninja is not on PATH" in detail and "nvcc" in detail
+    run_ranks(1, _without_nvcc, str(tmp_path), env=toolkit.env)
+    run_ranks(1, _without_ninja, env={**toolkit.env, "PATH": str(tmp_path)})
 
 
 def _fallen_back(folder: str) -> None:
