@@ -32,7 +32,8 @@ FIXES: Mapping[KernelFault, str] = MappingProxyType(
         KernelFault.NOT_OFFERED: "use --kernels auto, which takes torch for it",
         KernelFault.NOT_CUDA: "use --kernels auto or torch, or a CUDA device",
         KernelFault.NOT_INSTALLED: "install it: pip install {requirement}",
-        KernelFault.IMPORT_FAILED: "repair the installation: pip install --force-reinstall {requirement}",
+        KernelFault.IMPORT_FAILED: "repair the installation: pip install --force-reinstall {requirement}; where it is its directory that"
+        " cannot be written, name another in FLASHINFER_WORKSPACE_BASE",
         KernelFault.SYMBOL_MISSING: "install the version that is supported: pip install {requirement}",
         KernelFault.SIGNATURE: "install the version that is supported: pip install {requirement}",
         KernelFault.ARCHITECTURE: "use --kernels auto or torch, or a newer GPU",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -37,8 +38,34 @@ class Resolution:
     detail: str = ""
 
 
+def resolve_all(symbols: Iterable[Symbol]) -> dict[Symbol, Resolution]:
+    """Imports what is named and looks at it.  Never raises for a package that is absent, broken or strange.
+
+    What is wrong with a package is found once, and is then wrong with all of its names.
+    """
+    packages: dict[str, Resolution] = {}
+    found = {}
+    for symbol in symbols:
+        package = symbol.module.partition(".")[0]
+        if package not in packages:
+            packages[package] = _package(Symbol(package, ""))
+        whole = packages[package]
+        found[symbol] = resolve(symbol) if whole.fault is None else replace(whole, symbol=symbol)
+    return found
+
+
+def _package(symbol: Symbol) -> Resolution:
+    try:
+        imported(symbol.module)
+    except NotInstalled as absent:
+        return Resolution(symbol, KernelFault.NOT_INSTALLED, str(absent))
+    except Broken as broken:
+        return Resolution(symbol, KernelFault.IMPORT_FAILED, str(broken))
+    return Resolution(symbol)
+
+
 def resolve(symbol: Symbol) -> Resolution:
-    """Imports what is named and looks at it.  Never raises for a package that is absent, broken or strange."""
+    """The same for one name."""
     try:
         module = imported(symbol.module)
     except NotInstalled as absent:

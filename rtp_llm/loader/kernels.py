@@ -19,7 +19,7 @@ from rtp_llm.kernels.faults import KernelError
 from rtp_llm.kernels.interface import kernel_needs
 from rtp_llm.kernels.needs import Need
 from rtp_llm.kernels.offers import DeviceFacts, JitModule, Lack, device_facts, unmet
-from rtp_llm.kernels.symbols import Resolution, Symbol, resolve
+from rtp_llm.kernels.symbols import Resolution, Symbol, resolve_all
 from rtp_llm.layers.quantised import WEIGHT, Quantisable
 from rtp_llm.quantization.kernels import PRODUCTS, ProductNeed, product_lacks, product_need
 
@@ -77,7 +77,8 @@ class KernelReport:
 def plan_kernels(model: nn.Module, dtype: torch.dtype, setting: str, device: torch.device) -> KernelPlan:
     """Decides who does what the layers of ``model`` (on the meta device, of ``dtype``) will call; compiles and loads nothing.
 
-    A back end is imported only where it may be used: its import takes seconds.
+    A back end is imported only where it may be used: its import takes seconds.  It is imported here and not beside the reading,
+    since an import holds the interpreter's lock, for which reader threads would queue.
 
     Raises:
         KernelError: where the setting names a back end, with everything that keeps it from being used.
@@ -86,7 +87,7 @@ def plan_kernels(model: nn.Module, dtype: torch.dtype, setting: str, device: tor
     on_cuda = facts.type == "cuda" and facts.cuda is not None
     found: dict[Symbol, Resolution] = {}
     if setting != TORCH and (on_cuda or setting != AUTO):
-        found = {symbol: resolve(symbol) for symbol in (*FLASHINFER.symbols(needs), *SYMBOLS)}
+        found = resolve_all((*FLASHINFER.symbols(needs), *SYMBOLS))
     plan = KernelPlan(setting, choose(setting, FLASHINFER, needs, found, facts), needs, facts)
     plan = _compilable(plan, found)
     return replace(plan, choices=(*plan.choices, *_products(model, dtype, device)))
@@ -112,8 +113,7 @@ def _products(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ite
 def survey() -> list[tuple[str, str, tuple[str, ...]]]:
     """Every operation that a back end offers, the back end, and what keeps it from being had on this machine's first GPU."""
     facts = device_facts(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
-    found = {symbol: resolve(symbol) for offer in FLASHINFER.offers.values() for symbol in offer.symbols}
-    found |= {symbol: resolve(symbol) for offer in PRODUCTS.offers.values() for symbol in offer.symbols}
+    found = resolve_all(s for backend in (FLASHINFER, PRODUCTS) for offer in backend.offers.values() for s in offer.symbols)
     return [
         (op, backend.name, tuple(lack.detail for lack in unmet(backend, op, found, facts)))
         for backend in (FLASHINFER, PRODUCTS)

@@ -15,13 +15,13 @@ _SCRIPT = """
 import json, torch
 from rtp_llm.kernels import compile
 from rtp_llm.kernels.backends import FLASHINFER
-from rtp_llm.kernels.symbols import resolve
+from rtp_llm.kernels.symbols import resolve_all
 from tests.kernels.declared import NEEDS
 
 symbols = {*FLASHINFER.symbols(NEEDS), *compile.SYMBOLS}
 symbols |= {symbol for offer in FLASHINFER.offers.values() for symbol in offer.symbols}
-found = {symbol.path: resolve(symbol) for symbol in symbols}
-print(json.dumps({path: None if r.fault is None else [r.fault.name, r.detail] for path, r in found.items()}))
+found = resolve_all(symbols)
+print(json.dumps({s.path: None if r.fault is None else [r.fault.name, r.detail] for s, r in found.items()}))
 """
 
 _SPEC = """
@@ -44,6 +44,15 @@ def test_every_name_that_is_called_is_there(tmp_path: Path) -> None:
     found = json.loads(child(_SCRIPT, env={"FLASHINFER_WORKSPACE_BASE": str(tmp_path)}))
     assert len(found) >= 12
     assert {path: fault for path, fault in found.items() if fault} == {}
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    """A read-only home: flashinfer cannot be imported, which is said, with the place, and not raised."""
+    (tmp_path / "file").touch()
+    found = json.loads(child(_SCRIPT, env={"FLASHINFER_WORKSPACE_BASE": str(tmp_path / "file")}))
+    (fault, detail), *others = found.values()
+    assert fault == "IMPORT_FAILED" and detail.startswith("flashinfer cannot be imported") and str(tmp_path) in detail
+    assert all(other == [fault, detail] for other in others), "one thing is wrong, and is told once"
 
 
 def test_modules_can_be_described(tmp_path: Path) -> None:
