@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -10,11 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from rtp_llm import LoadConfig, load_model
+from rtp_llm import LoadConfig, ParallelConfig, load_model
 from rtp_llm.errors import CheckpointError
+from rtp_llm.loader import load as loading
+from rtp_llm.loader.choose import choose
+from rtp_llm.loader.draft import draft
+from rtp_llm.parallel.groups import groups_at
+from rtp_llm.parallel.world import World
+from rtp_llm.transport.interface import Moved
 from rtp_llm.transport.scratch.staging import Staging
 from rtp_llm.transport.scratch.team import Team
 from tests.support.paths import child_env
+from tests.support.tiny import save_tiny_llama
 
 CPU = torch.device("cpu")
 
@@ -86,6 +94,27 @@ def test_a_load_that_cannot_be_planned_leaves_no_thread(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         load_model(tmp_path, load=LoadConfig(device="cpu"))
     assert readers() == []
+
+
+def test_they_start_before_the_load_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it is they who read it: no other threads come."""
+    directory, seen = save_tiny_llama(tmp_path / "llama"), []
+    plan, read = loading.draft, os.preadv
+    monkeypatch.setattr(loading, "draft", lambda *args: (seen.append(set(readers())), plan(*args))[1])
+    monkeypatch.setattr(os, "preadv", lambda *args: (seen.append({threading.current_thread().name}), read(*args))[1])
+    load_model(directory, load=LoadConfig(device="cpu", reader_threads=3, kernels="torch"))
+    assert len(seen[0]) == 3 and set().union(*seen) == seen[0] and len(seen) > 1
+    assert readers() == []
+
+
+def test_a_team_that_is_not_needed_is_dismissed(tmp_path: Path) -> None:
+    """Another transport is chosen: threads and buffers are gone before it counts the memory that is left."""
+    directory, place = save_tiny_llama(tmp_path / "llama"), ParallelConfig()
+    load = LoadConfig(device="cpu", load_method="fastsafetensors")
+    drafted, world = draft(directory, place, load, groups_at(place), "cpu"), World(timeout_s=30)
+    with Team[Moved](CPU, 2, 64) as team, world.watch() as watch:
+        chosen = choose(drafted, CPU, load, world, watch, team)
+        assert (chosen.decision.method, readers()) == ("fastsafetensors", [])
 
 
 def test_buffers_are_touched_by_the_thread_that_asks() -> None:
