@@ -97,7 +97,7 @@ class Staging:
             return
         # All of a thread's buffers at once: each call that locks or unlocks memory waits for those of the other threads.
         self._pinned = _Pinned(CUDA_BUFFERS * self._buffer_bytes)
-        parts = self._pinned.tensor.split(self._buffer_bytes)
+        parts = torch.split(self._pinned.tensor, self._buffer_bytes)
         self._slots = [Slot(part, torch.cuda.Event()) for part in parts]  # type: ignore[no-untyped-call]
 
 
