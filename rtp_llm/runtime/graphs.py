@@ -18,6 +18,7 @@ import torch.distributed as dist
 from rtp_llm.kernels.paging import HostRows, PagedRows
 from rtp_llm.layers.attention import Step
 from rtp_llm.layers.cache import PagedCache
+from rtp_llm.parallel.groups import TensorParallel
 from rtp_llm.runtime.generation import Decoder, EagerDecoder
 
 _log = logging.getLogger("rtp_llm.runtime")
@@ -135,10 +136,17 @@ def unrecordable(model: Any, device: torch.device) -> str:
         reason = told() if told is not None else ""
         if reason:
             return str(reason)
-        group = getattr(getattr(module, "tp", None), "group", None)
-        if group is not None and "cuda:nccl" not in dist.get_backend_config(group):
-            return f"ranks meet through {dist.get_backend_config(group)}, of which no recording can be made"
+        for backends in map(dist.get_backend_config, _groups(module)):
+            if "cuda:nccl" not in backends:
+                return f"ranks meet through {backends}, of which no recording can be made"
     return ""
+
+
+def _groups(module: Any) -> Iterator[dist.ProcessGroup]:
+    """The process groups through which a layer speaks."""
+    for ranks in (getattr(module, "tp", None), getattr(getattr(module, "groups", None), "everyone", None)):
+        if isinstance(ranks, TensorParallel) and ranks.group is not None:
+            yield ranks.group
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,9 @@ from rtp_llm.runtime.faults import RuntimeFault
 #: The largest seed that torch's generators take.
 MOST_SEED = 2**63 - 1
 
+#: Below this all temperatures are the same: the next best token has no probability left, unless its score is the very same.
+_LEAST_TEMPERATURE = 1e-6
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -77,8 +80,7 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
     if all(sampler.sampling.greedy for sampler in samplers):
         return [int(i) for i in best.tolist()]
     ordered, order = remaining(logits, [sampler.sampling for sampler in samplers])
-    # float64: in float32 the sum over a vocabulary is too short of digits for its smallest members.
-    reached = ordered.double().cumsum(dim=-1)
+    reached = ordered.cumsum(dim=-1)
     drawn = torch.tensor([[sampler.draw()] for sampler in samplers], dtype=torch.float64).to(logits.device)
     place = torch.searchsorted(reached, drawn * reached[:, -1:], right=True)
     # A product that is rounded up to the whole sum would fall behind the last token that is left.
@@ -89,23 +91,26 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
 
 
 def remaining(logits: torch.Tensor, samplings: Sequence[Sampling]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities of the tokens that are left, float32 ``[rows, vocab]`` from the likeliest on, and which tokens they are.
+    """Probabilities of the tokens that are left, float64 ``[rows, vocab]`` from the likeliest on, and which tokens they are.
 
-    A greedy row is treated as one of temperature 1.
+    A greedy row is treated as one of temperature 1.  Sums over the vocabulary are float64: float32 has too few digits for its
+    smallest members, and a GPU may add in another order the next time, or on another rank, where all ranks have to draw alike.
     """
 
     def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype)[:, None].to(logits.device)
 
     vocabulary = logits.shape[-1]
-    temperature = column([s.temperature or 1.0 for s in samplings], torch.float32)
+    temperature = column([max(s.temperature or 1.0, _LEAST_TEMPERATURE) for s in samplings], torch.float32)
     last = column([min(s.top_k or vocabulary, vocabulary) - 1 for s in samplings], torch.int64)
-    ordered, order = (logits.float() / temperature).sort(dim=-1, descending=True, stable=True)
+    # The best score is zero then, and divided by however little it stays a number.
+    scores = (logits.float() - logits.amax(dim=-1, keepdim=True).float()) / temperature
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     # Those that score like the last one of top-k stay too, as in transformers.
     ordered = ordered.masked_fill(ordered < ordered.gather(1, last), float("-inf"))
-    probabilities = ordered.softmax(dim=-1)
+    probabilities = ordered.softmax(dim=-1).double()
     before = probabilities.cumsum(dim=-1) - probabilities
-    top_p = column([s.top_p for s in samplings], torch.float32)
+    top_p = column([s.top_p for s in samplings], torch.float64)
     dropped = (before >= top_p) & (top_p < 1)
     # The likeliest stays, whatever rounding makes of the sum before it.
     dropped[:, 0] = False

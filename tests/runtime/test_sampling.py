@@ -47,7 +47,7 @@ def test_what_remains_is_what_transformers_leaves(temperature: float, top_k: int
         logits = logits.round()
     sampling = Sampling(temperature, top_k, top_p)
     ordered, order = remaining(logits, [sampling] * 3)
-    got = torch.zeros_like(logits).scatter(1, order, ordered)
+    got = torch.zeros_like(logits).scatter(1, order, ordered.float())
     wanted = by_transformers(logits, sampling)
     for row in range(3):
         ours, theirs = got[row][got[row] > 0].sort().values, wanted[row][wanted[row] > 0].sort().values
@@ -99,6 +99,7 @@ def test_greedy_is_the_best_and_draws_nothing() -> None:
     assert choose(logits, [Sampler(Sampling())] * 5) == logits.argmax(-1).tolist()
     assert choose(logits, [Sampler(Sampling(1.0, top_k=1, seed=3))] * 5) == logits.argmax(-1).tolist()
     assert choose(logits, [Sampler(Sampling(1.0, top_p=1e-6, seed=3))] * 5) == logits.argmax(-1).tolist()
+    assert choose(logits, [Sampler(Sampling(1e-300, seed=3))] * 5) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize(
