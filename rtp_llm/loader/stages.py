@@ -147,13 +147,17 @@ class MakingPlacement(Placement):
             return found
 
     def _allocated(self, stage: Stage, dtype: torch.dtype, room: int) -> _Gathered:
-        with torch.cuda.stream(self._stream):  # does nothing for None
+        with self._on_stream():
             content = torch.empty(extent(stage.region), dtype=dtype, device=self._device)
         return _Gathered(content, room, None if self._stream is None else self._stream.record_event(), volume(stage.region))
 
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        # Not torch's context of None: finding out that it does nothing takes it as long as two operations.
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
     def _make(self, stage: Stage, gathered: _Gathered) -> None:
         places = [(p.output, p.box, self._place(p.param, p.local_box).view(extent(p.box))) for p in stage.products]
-        with self._making, torch.cuda.stream(self._stream):
+        with self._making, self._on_stream():
             if self._stream is not None:
                 for event in gathered.written:
                     self._stream.wait_event(event)

@@ -32,8 +32,9 @@ _MAX = 448.0
 #: Elements of a band: enough that a launch on a GPU is worth its work (12 operations a band, each some 10 microseconds of a
 #: thread's time), and a fraction of a large matrix.
 _BAND = 2**24
-#: Bytes of working memory for each scale: extremes of both signs, the larger one, the scale and a comparison.
-_BYTES_A_SCALE = 20
+#: Bytes of working memory for each scale: extremes of both signs and the larger one, in a stored dtype of up to eight bytes, the scale
+#: and a comparison.
+_BYTES_A_SCALE = 29
 
 #: The last part of slots that stay as they are, as in published FP8 checkpoints: gates whose few rows decide much and cost
 #: nothing, low-rank gates of linear attention, an encoder's pooler.  (Routers, heads and embeddings are no linear layers here.)

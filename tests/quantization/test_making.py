@@ -26,7 +26,7 @@ from rtp_llm.quantization.scaled import Grid
 from rtp_llm.transport.interface import Quiet
 from rtp_llm.transport.scratch.reader import ScratchTransport
 from tests.quantization.grids import on
-from tests.quantization.test_inline import GRIDS, check_codes
+from tests.quantization.test_inline import GRIDS, check_codes, reference
 from tests.support.tiny import save_tiny_llama
 
 MIB = 2**20
@@ -100,6 +100,18 @@ def test_working_memory(grid: Grid, shape: tuple[int, int], step: int) -> None:
             live += event.nbytes()
             most = max(most, live)
     assert 0.5 * maker.working_bytes(region, step) < most <= maker.working_bytes(region, step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("grid", ["tensor", "channel", (128, 128)])
+def test_other_stored_types(grid: Grid, dtype: torch.dtype) -> None:
+    """Codes come from the stored value in float32, whatever type it is stored in; the largest are at the end of E4M3's range."""
+    maker, content, region, places = on((300, 200), grid)
+    content = content.to(dtype) * 1e-3
+    maker.make(content, region, places, MIB)
+    codes, scale = reference(content, grid if isinstance(grid, str) else "block")
+    assert torch.equal(places[0][2].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(places[1][2], scale)
+    assert places[0][2].float().abs().max() == 448
 
 
 def test_scales_too_small_to_divide_by() -> None:
