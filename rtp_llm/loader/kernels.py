@@ -77,7 +77,7 @@ class KernelReport:
 def plan_kernels(model: nn.Module, dtype: torch.dtype, setting: str, device: torch.device) -> KernelPlan:
     """Decides who does what the layers of ``model`` (on the meta device, of ``dtype``) will call; compiles and loads nothing.
 
-    A back end is imported only where it may be used: its import takes seconds.  It is imported here and not beside the reading,
+    A back end is imported only where it may be used: its import takes time.  It is imported here and not beside the reading,
     since an import holds the interpreter's lock, for which reader threads would queue.
 
     Raises:
