@@ -63,7 +63,7 @@ class AttentionNeed(Need):
 
 @dataclass(frozen=True, slots=True)
 class LatentNeed(Need):
-    """``mla.decode`` for a call: latent attention over pages, of prompts too.  ``sparse``: of tokens that an indexer chooses."""
+    """``mla.decode`` for a call: latent attention over pages, of one token a row.  ``sparse``: of tokens that an indexer chooses."""
 
     call: LatentCall
     sparse: bool
@@ -99,7 +99,7 @@ class LatentKernels(Protocol):
     """Latent attention over pages, with what expands latents absorbed in queries and outputs."""
 
     def plan(self, call: Call, rows: PagedRows) -> Plan:
-        """As for :class:`AttentionKernels`."""
+        """As for :class:`AttentionKernels`.  A :class:`TorchPlan` of several tokens a row asks the layer to expand latents itself."""
 
     def renew(self, plan: Any, call: Call, rows: PagedRows) -> None:
         """As for :class:`AttentionKernels`."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rtp_llm.kernels.attention import AttentionCall, AttentionNeed, Call, LatentCall, LatentNeed
+from rtp_llm.kernels.attention import TORCH_ATTENTION, AttentionCall, AttentionNeed, Call, LatentCall, LatentNeed, TorchPlan
 from rtp_llm.kernels.flashinfer_kernels import CAPABILITY, HALVES
 from rtp_llm.kernels.offers import JitModule, Offer
 from rtp_llm.kernels.paging import PAGE_SIZE, HostRows, PagedRows
@@ -26,6 +26,10 @@ _WORKSPACE_BYTES = 128 << 20
 #: Head sizes that its tests cover, and the only sizes of latent and rotated key that its latent kernels are written for.
 _HEADS = (64, 128, 256)
 _LATENT = (512, 64)
+
+#: Queries of a tile of ``fa2`` in decode, for up to as many query heads to a key/value head.  With more, tiles are of 64 and 128, and
+#: partial results for all processors take gigabytes; with 16 at most 69 MB on an H200.
+_TILE = 16
 
 #: Kernels of Ampere and later, which run on Hopper too.  (Its ``fa3`` is Hopper's own, and another module: to be measured.)
 _BACKEND = "fa2"
@@ -166,9 +170,15 @@ class FlashInferAttention:
         self._workspace: torch.Tensor | None = None
         self._made: dict[tuple[Call, bool], _Wrapped] = {}
 
-    def plan(self, call: Call, rows: PagedRows) -> _Wrapped:
-        """A wrapper that has planned the pass: the same one for all passes of a kind, or, for fixed rows, one of their own."""
+    def plan(self, call: Call, rows: PagedRows) -> _Wrapped | TorchPlan:
+        """A wrapper that has planned the pass: the same one for all passes of a kind, or, for fixed rows, one of their own.
+
+        Prompts over latents are torch's: expanded keys take a third of the products that latents take, and flashinfer's planner
+        writes beyond its memory for more than 16,384 tiles (``MLAPlan`` in its scheduler.cuh), which a long prompt has.
+        """
         decode = rows.host.tokens == 1
+        if isinstance(call, LatentCall) and not decode:
+            return TORCH_ATTENTION.plan(call, rows)
         if rows.fixed:
             made = self._fixed(call, rows)
         else:
@@ -217,7 +227,7 @@ class FlashInferAttention:
             head_dim_ckv=call.latent_dim,
             head_dim_kpe=call.rope_dim,
             page_size=PAGE_SIZE,
-            causal=host.tokens > 1,
+            causal=False,
             sm_scale=call.scale,
             q_data_type=call.dtype,
             kv_data_type=call.dtype,
@@ -285,15 +295,16 @@ class FlashInferAttention:
 def _partial_bytes(call: AttentionCall, rows: int) -> int:
     """Bytes that ``fa2`` takes in a recorded run of ``rows`` rows (``PrefillPlan`` in its scheduler.cuh): float32 values and their
     sums for each tile of queries, which are those of one key/value head."""
-    group = call.heads // call.kv_heads
-    tile = 16 if group <= 16 else 64 if group <= 64 else 128
-    tiles = -(-rows * group // tile) + rows
-    return call.heads * tiles * tile * (call.head_dim + 1) * 4 + (16 << 20)
+    tiles = -(-rows * call.heads // (call.kv_heads * _TILE)) + rows
+    return call.heads * tiles * _TILE * (call.head_dim + 1) * 4 + (16 << 20)
 
 
 def _limit(need: AttentionNeed) -> str:
-    if need.call.head_dim not in _HEADS:
-        return f"heads of {need.call.head_dim} elements, where there is {', '.join(map(str, _HEADS))}"
+    call = need.call
+    if call.head_dim not in _HEADS:
+        return f"heads of {call.head_dim} elements, where there is {', '.join(map(str, _HEADS))}"
+    if call.heads > call.kv_heads * _TILE:
+        return f"{call.heads // call.kv_heads} query heads to a key, where partial results of more than {_TILE} do not fit the workspace"
     return ""
 
 

@@ -163,7 +163,7 @@ class MultiHeadLatentAttention(KernelUser, AttentionUser):
             if keys.shape[1] > self.indexer.top_k:
                 plan = replace(plan, mask=self.indexer.select(x, source, step.rotary, keys, plan.mask), causal=False)
         if isinstance(plan, TorchPlan) and x.shape[1] > 1:
-            # Many queries are cheaper against expanded keys, which are narrower than latents.
+            # Many queries are cheaper against expanded keys, which are narrower than latents, whoever attends in decode.
             return plan.sdpa(q, *self._expanded(plan.gather(latent), plan.gather(shared)))
         return self._absorbed(plan, q, latent, shared)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rtp_llm.kernels.attention import TORCH_ATTENTION, AttentionCall, AttentionNeed, LatentCall, LatentNeed
+from rtp_llm.kernels.attention import TORCH_ATTENTION, AttentionCall, AttentionNeed, LatentCall, LatentNeed, TorchPlan
 from rtp_llm.kernels.backends import FLASHINFER
 from rtp_llm.kernels.flashinfer_attention import _DECODE_PLAN, _MLA_PLAN, _PREFILL_PLAN, FlashInferAttention
 from rtp_llm.kernels.interface import kernel_needs
@@ -123,16 +123,15 @@ def test_what_flashinfer_is_told(tokens: int, symbol: Any) -> None:
         assert said["qo_indptr"].tolist() == [0, 5, 10, 15] and said["causal"]
 
 
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_what_flashinfer_is_told_of_latents(tokens: int) -> None:
-    """Lengths instead of last pages; prompts are causal."""
-    rows = rows_of((0, 15, 40), tokens)
-    told = Told(_MLA_PLAN)
-    FlashInferAttention().renew(told, LatentCall(16, 512, 64, 0.1, BF16), rows)  # type: ignore[arg-type]
+def test_what_flashinfer_is_told_of_latents() -> None:
+    """Lengths instead of last pages; of prompts nothing, since torch expands their latents."""
+    rows = rows_of((0, 15, 40), 1)
+    told, call = Told(_MLA_PLAN), LatentCall(16, 512, 64, 0.1, BF16)
+    FlashInferAttention().renew(told, call, rows)  # type: ignore[arg-type]
     said = told.arguments
-    assert said["kv_len_arr"].tolist() == rows.lengths.tolist() and said["causal"] == (tokens > 1)
-    assert said["qo_indptr"].tolist() == [0, tokens, 2 * tokens, 3 * tokens]
+    assert said["kv_len_arr"].tolist() == rows.lengths.tolist() == [1, 16, 41] and said["qo_indptr"].tolist() == [0, 1, 2, 3]
     assert said["kv_indptr"][-1] == len(said["kv_indices"]) and (said["head_dim_ckv"], said["head_dim_kpe"]) == (512, 64)
+    assert isinstance(FlashInferAttention().plan(call, rows_of((0, 15, 40), 5)), TorchPlan)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +140,7 @@ def test_what_flashinfer_is_told_of_latents(tokens: int) -> None:
         (AttentionNeed("attention.decode", BF16, AttentionCall(9, 3, 64, BF16)), ""),
         (AttentionNeed("attention.prefill", BF16, AttentionCall(28, 4, 128, BF16, 4096)), ""),
         (AttentionNeed("attention.prefill", BF16, AttentionCall(8, 8, 96, BF16)), "heads of 96"),
+        (AttentionNeed("attention.decode", BF16, AttentionCall(71, 1, 64, BF16)), "71 query heads"),
         (LatentNeed("mla.decode", BF16, LatentCall(16, 512, 64, 0.1, BF16), False), ""),
         (LatentNeed("mla.decode", BF16, LatentCall(16, 512, 64, 0.1, BF16), True), "sparse"),
         (LatentNeed("mla.decode", BF16, LatentCall(16, 256, 64, 0.1, BF16), False), "latents of 256"),
