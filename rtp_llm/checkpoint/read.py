@@ -11,12 +11,14 @@ from rtp_llm.checkpoint.faults import CheckpointFault
 from rtp_llm.checkpoint.files import finding, shown
 from rtp_llm.checkpoint.header import MAX_PROBLEMS, Header, read_header
 from rtp_llm.checkpoint.index import read_index
+from rtp_llm.collector import collector_paused
 from rtp_llm.errors import CheckpointError, Problem
 
 #: Five times DeepSeek-V3; at about 400 bytes each this bounds memory near 200 MB.
 MAX_ALL_TENSORS = 500_000
 
 
+@collector_paused()
 def read_catalog(directory: str | Path) -> Catalog:
     """What the checkpoint in ``directory`` holds.
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rtp_llm.checkpoint import Catalog, read_catalog, read_config
+from rtp_llm.collector import collector_paused
 from rtp_llm.config import LoadConfig, ParallelConfig
 from rtp_llm.layers.base import expert_slots, param_specs
 from rtp_llm.loader.eplb import with_experts
@@ -22,7 +23,6 @@ from rtp_llm.models.family import Family
 from rtp_llm.models.registry import resolve
 from rtp_llm.parallel.groups import Groups, groups_at
 from rtp_llm.parallel.shard import check_divisible
-from rtp_llm.plan.collector import collector_paused
 from rtp_llm.plan.join import join
 from rtp_llm.plan.plan import LoadPlan
 from rtp_llm.plan.room import Hands, room_for

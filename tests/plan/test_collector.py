@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from rtp_llm import LoadConfig, build_plan
+from rtp_llm.checkpoint import read, read_catalog
+from rtp_llm.collector import collector_paused
 from rtp_llm.loader import draft
-from rtp_llm.plan.collector import collector_paused
 from tests.support.tiny import save_tiny_llama
 
 
@@ -31,6 +32,15 @@ def test_the_collector_is_left_as_it_was(before: Callable[[], None]) -> None:
         assert not gc.isenabled()
         raise ValueError("within")
     assert gc.isenabled() is running
+
+
+def test_a_catalogue_is_not_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are headers, whoever reads them."""
+    seen: list[bool] = []
+    header = read.read_header
+    monkeypatch.setattr(read, "read_header", lambda *args: (seen.append(gc.isenabled()), header(*args))[1])
+    read_catalog(save_tiny_llama(tmp_path / "llama")).raise_for_problems()
+    assert seen == [False] and gc.isenabled()
 
 
 def test_planning_is_not_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from types import TracebackType
 import torch
 
 from rtp_llm.checkpoint.dtypes import DTYPES
+from rtp_llm.collector import collector_paused
 from rtp_llm.plan.boxes import extent, view
-from rtp_llm.plan.collector import collector_paused
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.transport.interface import Moved, Progress, Sink
 from rtp_llm.transport.scratch.blocks import MAX_OVERREAD, MAX_RUNS, Block, Comb, Extent, Stretch, work_of

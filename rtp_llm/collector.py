@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, kept from looking through plans while they are made."""
+"""Python's cyclic garbage collector, kept from looking through catalogues and plans while they are made."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def collector_paused() -> Iterator[None]:
     """Within it, the collector of this process does not run by itself; before and after, as it was.
 
-    A plan is many small objects without cycles, all of which stay: the collector would look at them again and again as
-    they grow, and free nothing.  For 100,000 tensors that took as long as everything else.  Memory that is counted, which
+    A catalogue or a plan is many small objects without cycles, all of which stay: the collector would look at them again and
+    again as they grow, and free nothing.  For 100,000 tensors that took as long as everything else.  Memory that is counted, which
     is nearly all, is freed as ever.  A block that waits or moves bytes does not belong in here.
     """
     if not gc.isenabled():  # whoever paused it, perhaps another thread, starts it again
