@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from rtp_llm import load_model
-from rtp_llm.kernels.paging import SAFE_PAGE
+from rtp_llm import LoadConfig, ParallelConfig, load_model
+from rtp_llm.kernels.paging import SAFE_PAGE, HostRows, PagedRows
 from rtp_llm.layers.cache import CacheSize, PagedCache
+from rtp_llm.loader.draft import draft
+from rtp_llm.parallel.groups import Groups
 from rtp_llm.runtime.generation import Generation, Request, cache_size, generate_all
 from rtp_llm.runtime.graphs import GraphDecoder, Work, batch_sizes, call_again, decoding, unrecordable
 from tests.models import decoders, latents
 from tests.models.reference import distance, make, token_ids
+from tests.moe import variants as experts
+from tests.quantization.formats import FORMATS
+from tests.quantization.formats import make as make_format
 from tests.support.ranks import run_ranks
 from tests.support.tiny import save_tiny_llama
 
@@ -125,6 +130,41 @@ def test_a_pass_that_fails_leaves_the_cache(tmp_path: Path) -> None:
             decoder([5], [0])
         assert cache.length == 11
         assert distance(decoder(ids[0, 11:].tolist(), [0]), model(ids)[:, -1]) < 1e-4
+
+
+def meta_step(folder: Path) -> torch.Tensor:
+    """Logits of a decode step of a model without memory: whatever asks the host for a value of a tensor fails there."""
+    model: Any = draft(folder, ParallelConfig(), LoadConfig(dtype="bfloat16"), Groups(), "cpu").model
+    cache = model.cache_of(CacheSize(4, 8, 64))
+    nobody = HostRows(1, (), (), torch.empty(0, cache.width, dtype=torch.int32)).padded(4, cache.width, cache.spare)
+    meta = torch.device("meta")
+    with torch.inference_mode():
+        step = model.step(PagedRows.of(nobody, meta, fixed=True), cache)
+        logits: torch.Tensor = model.compute(torch.zeros(4, 1, dtype=torch.long, device=meta), step)
+    return logits
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "glm-lite", "qwen3_moe", "mixtral", *FORMATS])
+def test_nothing_of_a_step_asks_the_host(variant: str, tmp_path: Path) -> None:
+    """What is recorded cannot wait for the device: of every way to attend, of experts in bfloat16, of every quantised format."""
+    if variant in FORMATS:
+        make_format(FORMATS[variant], "llama", tmp_path)
+    elif variant in experts.VARIANTS:
+        experts.make(variant, tmp_path, dtype=torch.bfloat16)
+    elif variant in decoders.VARIANTS:
+        make(*decoders.configured(variant), tmp_path, dtype=torch.bfloat16)
+    else:
+        latents.save(variant, tmp_path, dtype=torch.bfloat16)
+    assert meta_step(tmp_path).shape == (4, 1, 101)
+
+
+def test_quantised_experts_ask_the_host(tmp_path: Path) -> None:
+    """They are dequantised run by run: the layer says so, and so it is."""
+    make_format(FORMATS["fp8-block"], "qwen3_moe", tmp_path)
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        meta_step(tmp_path)
+    model = draft(tmp_path, ParallelConfig(), LoadConfig(dtype="bfloat16"), Groups(), "cpu").model
+    assert "one by one" in unrecordable(model, torch.device("cuda"))
 
 
 def test_sizes_cover_every_batch() -> None:
