@@ -123,7 +123,7 @@ def test_a_model_from_declaration_to_binding(tmp_path: Path) -> None:
     assert {fault for op, fault in result.value.items() if op not in sound} == {"COMPILE_FAILED"}
 
 
-def _without_nvcc(folder: str) -> None:
+def _without_tools(folder: str) -> None:
     toolkit = Toolkit(Path(folder))
     compiled()
     (toolkit.cached / "rope" / "rope.so").unlink()
@@ -133,19 +133,17 @@ def _without_nvcc(folder: str) -> None:
     assert caught.value.lack.fault.name == "NO_COMPILER" and "nvcc" in caught.value.lack.detail
     assert [module.generate.name for module in caught.value.failed] == ["gen_rope_module"], "what is compiled needs no compiler"
 
-
-def _without_ninja() -> None:
-    with pytest.raises(CompileError) as caught:
-        check_tools(modules(), "13.0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", folder)
+        with pytest.raises(CompileError) as caught:
+            check_tools(modules(), "13.0")
     assert "ninja is not on PATH" in caught.value.lack.detail and caught.value.failed == modules()
 
 
 def test_without_compiler(tmp_path: Path) -> None:
     """Said before a weight is read, of just those modules that cannot be had: without nvcc, of those that are not compiled;
     without ninja, which flashinfer asks each time, of all."""
-    toolkit = Toolkit(tmp_path)
-    run_ranks(1, _without_nvcc, str(tmp_path), env=toolkit.env)
-    run_ranks(1, _without_ninja, env={**toolkit.env, "PATH": str(tmp_path)})
+    run_ranks(1, _without_tools, str(tmp_path), env=Toolkit(tmp_path).env)
 
 
 def _fallen_back(folder: str) -> None:
