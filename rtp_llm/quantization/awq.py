@@ -16,13 +16,14 @@ from rtp_llm.quantization.limits import Limits, scale_limit
 from rtp_llm.quantization.scheme import Finding, Scheme, Stored, Tensors, bad_scales, of_dtype, required, spread, unpack
 
 METHOD = "awq"
-#: Where in its word each of eight rows stands: nibble ``i`` holds row ``(0, 2, 4, 6, 1, 3, 5, 7)[i]``.
-_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 _PACK = 8
 
 
 def _unpacked(words: torch.Tensor) -> torch.Tensor:
-    return unpack(words, 4, torch.tensor(_SHIFTS, dtype=torch.int32, device=words.device))
+    """Nibble ``i`` of a word holds row ``(0, 2, 4, 6, 1, 3, 5, 7)[i]``: odd rows stand in the upper half."""
+    # Not from a list: a copy from the host would wait, and cannot be recorded in a CUDA graph.
+    row = torch.arange(_PACK, dtype=torch.int32, device=words.device)
+    return unpack(words, 4, row % 2 * 16 + row // 2 * 4)
 
 
 @dataclass(frozen=True, slots=True)
