@@ -23,6 +23,8 @@ from rtp_llm.runtime.tokenizer import encode_prompt, load_tokenizer
 from tests.models import decoders, latents
 from tests.models.reference import SMALL, make, randomise, token_ids
 from tests.moe import variants as experts
+from tests.quantization.formats import FORMATS
+from tests.quantization.formats import make as make_format
 
 pytestmark = pytest.mark.gpu
 
@@ -204,6 +206,15 @@ def test_graphs_with_experts_and_states(name: str, tmp_path: Path) -> None:
     else:
         latents.save(name, tmp_path, dtype=torch.bfloat16)
     model = loaded(tmp_path).model
+    ids = token_ids(3, max(PROMPTS) + STEPS)
+    alike(decoded(model, ids, graphs=True), decoded(model, ids))
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-tensor", "gptq-order", "awq", "modelopt-nvfp4"])
+def test_graphs_with_quantised_layers(name: str, tmp_path: Path) -> None:
+    """Products on codes and on what is dequantised for each product are recorded too."""
+    make_format(FORMATS[name], "llama", tmp_path)
+    model = loaded(tmp_path, dtype="bfloat16").model
     ids = token_ids(3, max(PROMPTS) + STEPS)
     alike(decoded(model, ids, graphs=True), decoded(model, ids))
 
