@@ -112,6 +112,7 @@ def measured(request: Request) -> dict[str, Any]:
     return {
         "seconds": statistics.median(seconds),
         "range": [seconds[0], seconds[-1]],
+        "processor_seconds": statistics.median(line["processor_seconds"] for line in found),
         "phases": phases,
         "bytes": found[0]["bytes"],
         "tensors": len(request.catalog.tensors),
@@ -225,16 +226,21 @@ def against_threads(sizes: Sizes, checkpoint: Path, device: str, budget: Budget)
 def show(document: dict[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 200)
     for name, one in document["growth"].items():
-        table = Table("x", "GB", "tensors", "median s", "range", "GB/s", "phases", title=f"{name}: seconds against {one['against']}")
+        table = Table(
+            "x", "GB", "tensors", "median s", "range", "processor s", "GB/s", "phases", title=f"{name}: seconds against {one['against']}"
+        )
         for point in one["points"]:
             low, high = point["range"]
             phases = ", ".join(f"{phase} {spent:.2f}" for phase, spent in point["phases"].items() if spent >= 0.005)
             speed = point["bytes"] / 1e9 / point["seconds"]
             cells = (f"{point['bytes'] / 1e9:.2f}", f"{point['tensors']}", f"{point['seconds']:.3f}", f"{low:.3f} to {high:.3f}")
-            table.add_row(f"{point['x']:g}", *cells, f"{speed:.2f}", phases)
+            table.add_row(f"{point['x']:g}", *cells, f"{point['processor_seconds']:.3f}", f"{speed:.2f}", phases)
         console.print(table)
-        shown = ["none" if e is None else f"{e:.2f}" for e in (one["exponent"], one["steepest"], one["exponent_of_transport"])]
-        console.print(f"exponent {shown[0]}, steepest between two points {shown[1]}; of moving bytes alone {shown[2]}")
+        slopes = (one[name] for name in ("exponent", "steepest", "exponent_of_processor", "exponent_of_transport"))
+        shown = ["none" if slope is None else f"{slope:.2f}" for slope in slopes]
+        console.print(
+            f"exponent {shown[0]}, steepest between two points {shown[1]}; of processor time {shown[2]}, of moving bytes alone {shown[3]}"
+        )
     if document["bench"]:
         table = Table("cache", "loader", "median s", "range", "GB/s", "of limit", "phases", title="loaders")
         for one in document["bench"]:

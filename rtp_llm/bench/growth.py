@@ -24,13 +24,15 @@ def steepest(xs: Sequence[float], ys: Sequence[float]) -> float | None:
 
 
 def growth(label: str, points: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, Any]:
-    """The points, ``(x, measured)``, with the slopes of their ``seconds`` and of their ``phases["transport"]`` against ``label``."""
+    """The points, ``(x, measured)``, with the slopes of their ``seconds``, of their ``processor_seconds``, which other work on the machine
+    changes less, and of their ``phases["transport"]`` against ``label``."""
     xs = [x for x, _ in points]
     seconds, moving = [p["seconds"] for _, p in points], [p["phases"]["transport"] for _, p in points]
     return {
         "against": label,
         "exponent": exponent(xs, seconds),
         "steepest": steepest(xs, seconds),
+        "exponent_of_processor": exponent(xs, [p["processor_seconds"] for _, p in points]),
         "exponent_of_transport": exponent(xs, moving),
         "points": [{"x": x, **p} for x, p in points],
     }

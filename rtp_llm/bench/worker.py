@@ -1,12 +1,12 @@
 """One load by one contender in one process: ``python -m rtp_llm.bench.worker NAME CKPT``; one JSON line on stdout.
 
 The clock runs from the call of the contender's function until the last byte is on the device.  Python's start, imports and
-the device's context are outside of it, and reported beside it.  The line has ``seconds`` of the load, ``startup_seconds``
-(ours: until the transport is asked for bytes) and
-``first_bytes_seconds`` (until the first of them are in place), ``import_seconds``, ``device_seconds``, ``bytes``, ``checksum`` over
-``places`` of the ``wanted`` ones, ``peak_host_bytes`` (the kernel's high-water mark of resident memory less what was resident
-before; pages of mapped files count), ``pinned_bytes``, ``peak_device_bytes`` (by torch's allocator, less what was there before),
-``device_bytes_taken`` (by the driver, after the load), ``threads`` and what the contender adds; or ``unavailable`` with the reason.
+the device's context are outside of it, and reported beside it.  The line has ``seconds`` of the load, ``processor_seconds`` of all
+threads in it, ``startup_seconds`` (ours: until the transport is asked for bytes) and ``first_bytes_seconds`` (until the first of them
+are in place), ``import_seconds``, ``device_seconds``, ``bytes``, ``checksum`` over ``places`` of the ``wanted`` ones,
+``peak_host_bytes`` (the kernel's high-water mark of resident memory less what was resident before; pages of mapped files count),
+``pinned_bytes``, ``peak_device_bytes`` (by torch's allocator, less what was there before), ``device_bytes_taken`` (by the driver,
+after the load), ``threads`` and what the contender adds; or ``unavailable`` with the reason.
 """
 
 from __future__ import annotations
@@ -94,18 +94,21 @@ def run(
     job = Job(catalog, architecture[0], device, load, parallel, recorder)
     taken = _driver_bytes(device)
     with PeakMeter(torch.device("cpu")) as host, PeakMeter(device) as on_device:
+        processor = time.process_time()
         if events_file is None:
             outcome, seconds = _load(contender, job)
         else:
             with KernelCounters(recorder) as counters:
                 outcome, seconds = _load(contender, job)
             events_file.write_text(json.dumps(events_json(recorder, counters, seconds)), encoding="utf-8")
+        processor_seconds = time.process_time() - processor
     line = {
         "name": contender.name,
         "version": contender.version,
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "seconds": seconds,
+        "processor_seconds": processor_seconds,
         "startup_seconds": recorder.started,
         "first_bytes_seconds": recorder.first,
         "import_seconds": import_seconds,

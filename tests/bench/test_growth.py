@@ -24,10 +24,11 @@ def test_exponents() -> None:
 
 def test_growth_and_its_picture(tmp_path: Path) -> None:
     """Both slopes beside the points, and a PNG of several."""
-    points = [(x, {"seconds": x, "phases": {"transport": x * x}}) for x in (1.0, 2.0, 3.0)]
+    points = [(x, {"seconds": x, "processor_seconds": 2 * x, "phases": {"transport": x * x}}) for x in (1.0, 2.0, 3.0)]
     found = growth("GB", points)
     assert (found["against"], len(found["points"])) == ("GB", 3)
-    assert (found["exponent"], found["exponent_of_transport"]) == (pytest.approx(1), pytest.approx(2))
+    assert (found["exponent"], found["exponent_of_processor"]) == (pytest.approx(1), pytest.approx(1))
+    assert found["exponent_of_transport"] == pytest.approx(2)
     draw(tmp_path / "growth.png", [found, found])
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG\r\n")
 
