@@ -36,6 +36,7 @@ def measure(directory: str, method: str) -> dict[str, Any]:
         torch.empty(1, device=device)  # the context is no part of a load
     quantization = None if method == "none" else method
     load = LoadConfig(device=device, load_method="scratch", quantization=quantization, kernels="torch", progress=False)
+    before = torch.cuda.memory_reserved() if device == "cuda" else 0
     report = load_model(directory, load=load).report
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
@@ -47,6 +48,8 @@ def measure(directory: str, method: str) -> dict[str, Any]:
         "resident": report.plan.bytes_resident,
         "predicted_peak": report.plan.predicted_peak_bytes,
         "measured_peak": report.measured_peak_bytes,
+        # What torch has taken from the device, blocks that its allocator keeps included.
+        "reserved_peak": torch.cuda.max_memory_reserved() - before if device == "cuda" else None,
     }
 
 
@@ -88,10 +91,11 @@ def main() -> None:
         print(json.dumps(rows))
         return
     table = Table(title=f"{gb} GB of bfloat16 on {rows[0]['device']}, torch {rows[0]['torch']}, {runs} run(s)")
-    for column in ("method", "seconds", "range", "transport s", "finish s", "resident GB", "predicted peak GB", "measured peak GB"):
+    columns = ("method", "seconds", "range", "transport s", "finish s", "resident GB", "predicted peak GB", "measured peak GB")
+    for column in (*columns, "reserved peak GB"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for row in rows:
-        measured = "unknown" if row["measured_peak"] is None else f"{row['measured_peak'] / 1e9:.2f}"
+        measured, reserved = ("unknown" if n is None else f"{n / 1e9:.2f}" for n in (row["measured_peak"], row["reserved_peak"]))
         low, high = row["range"]
         table.add_row(
             row["method"],
@@ -102,6 +106,7 @@ def main() -> None:
             f"{row['resident'] / 1e9:.2f}",
             f"{row['predicted_peak'] / 1e9:.2f}",
             measured,
+            reserved,
         )
     Console(width=160).print(table)
 
