@@ -153,11 +153,16 @@ class PagedCache:
             raise self._no_pages(pages_for(length))
         slot = self._taken.index(False)
         self._taken[slot] = True
+        self._clear(slot)
+        self._grow(slot, [self._free.pop() for _ in range(pages_for(length))])
+        return slot
+
+    @torch.inference_mode()
+    def _clear(self, slot: int) -> None:
+        """A new sequence's states, whatever mode the cache was made in."""
         for state in self.states:
             for tensor in state:
                 tensor[slot].zero_()
-        self._grow(slot, [self._free.pop() for _ in range(pages_for(length))])
-        return slot
 
     def release(self, slot: int) -> None:
         """Forgets a sequence; its pages are free."""
