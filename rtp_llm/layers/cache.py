@@ -80,11 +80,17 @@ class PagedCache:
         self.size = size
         self.device = torch.device(device)
         shapes = tuple(layers)
-        # Zeros, not whatever memory holds: what rows that fill up a batch read must be numbers.
-        self.pages = [[torch.zeros(size.pages + 1, PAGE_SIZE, *shape, dtype=dtype, device=device) for shape in s.tokens] for s in shapes]
-        self.states = [[torch.zeros(size.slots + 1, *shape, dtype=own or dtype, device=device) for shape, own in s.states] for s in shapes]
-        width = min(pages_for(size.max_length), size.pages)
-        self._tables = torch.full((size.slots, width), SAFE_PAGE, dtype=torch.int32)
+        # Wherever it is made: tensors of inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            # Zeros, not whatever memory holds: what rows that fill up a batch read must be numbers.
+            self.pages = [
+                [torch.zeros(size.pages + 1, PAGE_SIZE, *shape, dtype=dtype, device=device) for shape in s.tokens] for s in shapes
+            ]
+            self.states = [
+                [torch.zeros(size.slots + 1, *shape, dtype=own or dtype, device=device) for shape, own in s.states] for s in shapes
+            ]
+            width = min(pages_for(size.max_length), size.pages)
+            self._tables = torch.full((size.slots, width), SAFE_PAGE, dtype=torch.int32)
         self._held = [0] * size.slots
         self._lengths = [0] * size.slots
         self._taken = [False] * size.slots
@@ -153,16 +159,11 @@ class PagedCache:
             raise self._no_pages(pages_for(length))
         slot = self._taken.index(False)
         self._taken[slot] = True
-        self._clear(slot)
-        self._grow(slot, [self._free.pop() for _ in range(pages_for(length))])
-        return slot
-
-    @torch.inference_mode()
-    def _clear(self, slot: int) -> None:
-        """A new sequence's states, whatever mode the cache was made in."""
         for state in self.states:
             for tensor in state:
                 tensor[slot].zero_()
+        self._grow(slot, [self._free.pop() for _ in range(pages_for(length))])
+        return slot
 
     def release(self, slot: int) -> None:
         """Forgets a sequence; its pages are free."""

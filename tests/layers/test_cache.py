@@ -126,6 +126,19 @@ def test_states_count_when_they_are_settled_and_begin_at_zero() -> None:
     assert made.take() == slots[1] and not any(state.any() for state in made.states[0])
 
 
+def test_a_cache_may_be_made_in_inference_mode() -> None:
+    """And used outside of it, as one that was made outside may be used inside."""
+    with torch.inference_mode():
+        made = cache(layers=(KEYS, STATES))
+    for inside in (False, True):
+        with torch.inference_mode(inside):
+            rows = PagedRows.of(made.begin(1, 2, [made.take(20)]), CPU)
+            made.write(0, rows, torch.ones(2, 2, 4), torch.ones(2, 2, 4))
+            made.keep(1, torch.ones(1, 6, 3), torch.ones(1, 2, 4, 4))
+            made.settle(rows)
+            made.advance(rows.host)
+
+
 def test_reset_forgets_tokens_and_keeps_slots() -> None:
     """The cache is again as ``new_cache`` made it."""
     made = cache()
