@@ -6,6 +6,7 @@ which takes minutes.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from rtp_llm import LoadConfig, load_model
+from rtp_llm.cli import main
 from rtp_llm.kernels.attention import TORCH_ATTENTION, AttentionCall, LatentCall
 from rtp_llm.kernels.flashinfer_attention import FlashInferAttention
 from rtp_llm.kernels.paging import PAGE_SIZE, HostRows, PagedRows
@@ -254,3 +256,16 @@ def test_smollm2_says_what_is_likeliest(kernels: str, graphs: bool, smollm2: Pat
         behind = logits.max(dim=-1).values - logits.gather(1, said[:, None])[:, 0]
         # A logit of 20 has steps of 0.125 in bfloat16, and sums of thirty layers add a few.
         assert behind.max() < 1.0 and (behind == 0).float().mean() > 0.9
+
+
+def test_the_command_decodes_by_graphs(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``generate`` records by itself, and says so; without them the answer is the same."""
+    command = ["generate", str(smollm2), "--device", "cuda", "--prompt", "What is the capital of France?", "--prompt", "Name a colour."]
+    command += ["--max_new_tokens", "8", "--json"]
+    told = []
+    for flags in ([], ["--no_cuda_graphs"]):
+        assert main([*command, *flags]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    assert [document["cuda_graphs"]["used"] for document in told] == [True, False]
+    assert told[0]["cuda_graphs"]["batch_sizes"] == [1, 2] and told[1]["cuda_graphs"]["reason"] == "not asked for"
+    assert all(document["text"] == "The capital of France is Paris." for document in told)
