@@ -10,16 +10,18 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
 from rtp_llm.loader.placement import Placement
-from rtp_llm.plan.boxes import Box, extent, view, volume
+from rtp_llm.plan.boxes import Box, Shape, extent, view, volume
 from rtp_llm.plan.making import Stage
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.plan.room import staged_deliveries
+from rtp_llm.transport.scratch.staging import in_huge_pages
 
 #: Bytes of float32 that a tensor is quantised in at a time.  On the CPU what a core's cache holds: larger steps take up to three
 #: times as long.  On a GPU enough that launches do not count.
@@ -29,6 +31,19 @@ _STEP_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
 def step_bytes(device_type: str) -> int:
     """Working memory for making parameters of a tensor."""
     return _STEP_BYTES["cpu" if device_type == "cpu" else "cuda"]
+
+
+#: From this size on, memory on the CPU is mapped and not from the heap, which keeps up to 64 MiB of it for each thread once it has been
+#: given back (mallopt(3), M_MMAP_THRESHOLD: it grows with what is freed): so much more than is held at a time.
+_MAPPED_BYTES = 1 << 20
+
+
+def _memory(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for a tensor on its way, which goes back to the system when it is let go."""
+    nbytes = prod(shape) * dtype.itemsize
+    if device.type == "cpu" and nbytes >= _MAPPED_BYTES:
+        return in_huge_pages(nbytes).view(dtype).view(shape)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 class Stopped(Exception):
@@ -148,7 +163,7 @@ class MakingPlacement(Placement):
 
     def _allocated(self, stage: Stage, dtype: torch.dtype, room: int) -> _Gathered:
         with self._on_stream():
-            content = torch.empty(extent(stage.region), dtype=dtype, device=self._device)
+            content = _memory(extent(stage.region), dtype, self._device)
         return _Gathered(content, room, None if self._stream is None else self._stream.record_event(), volume(stage.region))
 
     def _on_stream(self) -> AbstractContextManager[Any]:
