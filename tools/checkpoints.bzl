@@ -11,6 +11,8 @@ def _impl(ctx):
         env = {
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "2",
+            # transformers' GGUF reader draws a bar that no setting of its own turns off.
+            "TQDM_DISABLE": "1",
         },
         use_default_shell_env = True,
     )
