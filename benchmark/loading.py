@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rtp_llm.bench.contenders import BY_NAME, CONTENDERS
+from rtp_llm.bench.faults import BenchError
 from rtp_llm.bench.growth import draw, growth
 from rtp_llm.bench.measure import bench, environment, prepare, spawn
 from rtp_llm.bench.plot import check_plot
@@ -332,7 +333,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for state, runs in ((WARM, sizes.runs), (COLD, sizes.cold_runs)):
                 if runs and budget.allows(f"{state} loads"):
                     asked = dataclasses.replace(request_for(checkpoint, device, runs, names=names), states=(state,))
-                    document["bench"].append(bench(asked, say, lambda: budget.allows("further turns")))
+                    try:
+                        document["bench"].append(bench(asked, say, lambda: budget.allows("further turns")))
+                    except BenchError as error:  # a page cache that cannot be emptied; the rest can be measured
+                        say(f"left out, {state} loads: {error}")
         if "start" in parts and budget.allows("start"):
             document["start"] = starting(checkpoint, device, sizes.runs)
         if "ranks" in parts:
