@@ -14,7 +14,7 @@ import click
 from rtp_llm.cli.commands import COMMANDS
 from rtp_llm.cli.failure import report
 from rtp_llm.cli.output import Output, printable
-from rtp_llm.cli.ranks import end_failed, in_group, leave_group, speaks
+from rtp_llm.cli.ranks import end_rank, in_group, leave_group, speaks
 
 
 def _underscored(token: str) -> str:
@@ -64,7 +64,7 @@ def _logging(output: Output) -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; see ``docs/cli.md``.  Never raises for a user's mistake.
 
-    Without ``argv`` the process is this command's own, and one of several ranks that has failed ends here.
+    Without ``argv`` the process is this command's own, and one of several ranks ends here.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     output = Output(json="--json" in arguments, speaks=speaks(os.environ))
@@ -72,8 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Not app.main(), which has answers of its own to Ctrl-C and to a reader that has gone.
         with _logging(output), app.make_context("rtp-llm", arguments, obj=output) as context:
             code: int = app.invoke(context)
+        rank_of_launch = argv is None and in_group()
         leave_group()
         sys.stdout.flush()
+        if rank_of_launch:
+            end_rank(code)
         return code
     except click.exceptions.Exit as done:  # --help
         return done.exit_code
@@ -86,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = report(error, as_json=output.json, debug="--debug" in arguments, speaks=output.speaks)
         _leave_unwritten()
         if argv is None and in_group():
-            end_failed(code)
+            end_rank(code)
         return code
 
 

@@ -68,9 +68,9 @@ def in_group() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
-def end_failed(code: int) -> NoReturn:
-    """Ends a rank that has failed, after all has been said: leaving the group in order can wait for peers that are gone, and
-    gloo's threads now and then abort a process that just exits, whatever its exit code was to be."""
+def end_rank(code: int) -> NoReturn:
+    """Ends a rank after all has been said.  Not as Python ends: gloo's threads now and then abort a process that just exits,
+    whatever its exit code was to be, and leaving the group in order can wait for peers that are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

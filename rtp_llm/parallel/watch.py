@@ -75,7 +75,9 @@ class Watch:
                     # A launcher ends all ranks as soon as one has ended; rank 0 is to say why before.
                     time.sleep(1.5 * BEAT_SECONDS)
             self._stop.set()
-            self._thread.join(timeout=2 * BEAT_SECONDS)
+            # A thread that is still in the store's hands when Python ends can abort the process; after an error there may be
+            # no store to answer it.
+            self._thread.join(timeout=CAUSE_SECONDS if error is None else 2 * BEAT_SECONDS)
 
     def check(self) -> None:
         """Raises ``ParallelError`` if a rank has posted an error or was lost."""

@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 
 def main(file: str, name: str, arguments: str, result: str) -> None:
@@ -18,15 +19,19 @@ def main(file: str, name: str, arguments: str, result: str) -> None:
     try:
         value = getattr(module, name)(*pickle.loads(Path(arguments).read_bytes()))
     except SystemExit as end:
-        # Not by way of destructors: gloo's threads may abort a process whose peers have died.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(end.code if isinstance(end.code, int) else 1)
+        _end(end.code if isinstance(end.code, int) else 1)
     Path(result).write_bytes(pickle.dumps(value))
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
-        # gloo's threads may abort a process that exits while they let go of the last tensors.
         distributed.destroy_process_group()
+        _end(0)
+
+
+def _end(code: int) -> NoReturn:
+    """Not by way of destructors: gloo's threads may abort a process that exits while they let go of the last tensors."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
