@@ -132,8 +132,10 @@ class MakingPlacement(Placement):
                 return
             del self._gathered[stage.name]
         self._make(stage, gathered)
+        room = gathered.room
+        del gathered, place  # its memory is gone before another one may take the room
         with self._changed:
-            self._held -= gathered.room
+            self._held -= room
             self._changed.notify_all()
 
     def _entered(self, stage: Stage, dtype: torch.dtype, *, alone: bool) -> _Gathered:

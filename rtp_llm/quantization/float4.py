@@ -20,9 +20,10 @@ from rtp_llm.quantization.scheme import SCALE_DTYPES, Finding, Scheme, Stored, T
 def e2m1(pairs: torch.Tensor) -> torch.Tensor:
     """``uint8 [..., n] -> float32 [..., 2 n]``: magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 by the lower three bits, bit 3 is the sign."""
     code = torch.arange(16, device=pairs.device)
-    exponent, mantissa = code >> 1 & 3, (code & 1).float()
-    # Worked out where they are needed: a copy from the host would wait, and cannot be recorded in a CUDA graph.
-    magnitude = torch.where(exponent > 0, torch.ldexp(2 + mantissa, exponent - 2), mantissa / 2)
+    exponent, mantissa = code >> 1 & 3, code & 1
+    # Worked out where they are needed: a copy from the host would wait, and cannot be recorded in a CUDA graph.  In quarters, as whole
+    # numbers: no device rounds those.
+    magnitude = torch.where(exponent > 0, (2 + mantissa) << exponent, 2 * mantissa).float() / 4
     table = torch.where(code < 8, magnitude, -magnitude)
     codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
     return table[codes.int()]

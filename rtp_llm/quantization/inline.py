@@ -29,7 +29,7 @@ GRIDS: Mapping[str, Grid] = {"inline-fp8-tensor": "tensor", "inline-fp8-channel"
 #: The largest E4M3 number.
 _MAX = 448.0
 
-#: Elements of a band: enough that a launch on a GPU is worth its work (12 operations a band, each some 10 microseconds of a
+#: Elements of a band: enough that a launch on a GPU is worth its work (some 16 operations a band, each some 10 microseconds of a
 #: thread's time), and a fraction of a large matrix.
 _BAND = 2**24
 #: Bytes of working memory for each scale: extremes of both signs and the larger one, in a stored dtype of up to eight bytes, the scale

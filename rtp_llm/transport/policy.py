@@ -153,11 +153,9 @@ def _cheaper(facts: Facts) -> tuple[str, str]:
     if facts.ranks == 1:
         return SCRATCH, "one rank reads each byte once either way, and the own reader needs no chunks on the device"
     alone = _seconds(facts, SCRATCH, max(1.0, facts.bytes_ranks / max(1, facts.bytes_cold + facts.bytes_warm)))
-    once = _seconds(facts, FASTSAFETENSORS, 1.0)
-    if facts.ranks > 1:
-        once += (facts.bytes_cold + facts.bytes_warm) / _BROADCAST
-    cheaper = FASTSAFETENSORS if once < alone else SCRATCH
     whole = facts.bytes_cold + facts.bytes_warm
+    once = _seconds(facts, FASTSAFETENSORS, 1.0) + whole / _BROADCAST
+    cheaper = FASTSAFETENSORS if once < alone else SCRATCH
     share = 100 * facts.bytes_warm / whole if whole else 100.0
     return cheaper, (
         f"{'network' if facts.network else 'local'} storage ({facts.file_system}), {share:.0f}% in the page cache, "

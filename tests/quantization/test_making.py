@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -227,6 +228,42 @@ def test_a_failing_reader_is_told_and_nobody_is_left(wide: Path) -> None:
     with pytest.raises(OSError, match="the disk has gone"):
         transport.deliver(found.plan, sink, Quiet(), lambda: None)
     assert threading.active_count() == before
+
+
+class Releases(threading.Condition):
+    """Asked, each time that room may have become free, what tensors on their way still have memory."""
+
+    def __init__(self, sink: Tracked) -> None:
+        super().__init__()
+        self.sink, self.told = sink, 0
+
+    def notify_all(self) -> None:
+        self.told += 1
+        assert sum(nbytes for memory, nbytes in self.sink.given if not memory.expired()) <= self.sink._held
+        super().notify_all()
+
+
+class Tracked(MakingPlacement):
+    """Knows the memory of all tensors on their way, as long as there is some."""
+
+    def __init__(self, found: Draft) -> None:
+        super().__init__(allocate(found.model, found.plan, torch.device("cpu")), found.plan, 1)
+        self.given: list[tuple[StorageWeakRef, int]] = []
+        self._changed = Releases(self)
+
+    def _allocated(self, stage: Stage, dtype: torch.dtype, room: int) -> Any:
+        made = super()._allocated(stage, dtype, room)
+        self.given.append((StorageWeakRef(made.content.untyped_storage()), room))
+        return made
+
+
+def test_room_is_free_when_the_memory_is(wide: Path) -> None:
+    """Who is let in because a tensor is done finds that tensor's memory given back."""
+    found = drafted(wide, LoadConfig(device="cpu", quantization="inline-fp8-tensor"))
+    sink = Tracked(found)
+    for parts in in_parts(found, MIB // 8):
+        bring(sink, parts)
+    assert isinstance(sink._changed, Releases) and sink._changed.told > len(sink.given) == len(found.plan.stages)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
