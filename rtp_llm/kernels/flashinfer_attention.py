@@ -20,7 +20,7 @@ from rtp_llm.kernels.offers import JitModule, Offer
 from rtp_llm.kernels.paging import PAGE_SIZE, HostRows, PagedRows
 from rtp_llm.kernels.symbols import Symbol, called
 
-#: Bytes for partial results: what flashinfer's documentation recommends.
+#: Bytes for partial results, at least: what flashinfer's documentation recommends.
 _WORKSPACE_BYTES = 128 << 20
 
 #: Head sizes that its tests cover, and the only sizes of latent and rotated key that its latent kernels are written for.
@@ -28,8 +28,17 @@ _HEADS = (64, 128, 256)
 _LATENT = (512, 64)
 
 #: Queries of a tile of ``fa2`` in decode, for up to as many query heads to a key/value head.  With more, tiles are of 64 and 128, and
-#: partial results for all processors take gigabytes; with 16 at most 69 MB on an H200.
+#: partial results for all rows of a large batch take gigabytes; with 16 at most 69 MB for a small one on an H200.
 _TILE = 16
+
+#: Queries of its largest tile, which prompts have; heads of 256 and more elements have tiles of half as many.
+_LARGEST_TILE = 128
+
+#: What alignment may take, and more.
+_SLACK_BYTES = 1 << 20
+
+#: Blocks of a processor among which it divides a pass (``PrefillPlan`` in its scheduler.cuh).
+_BLOCKS = 2
 
 #: Kernels of Ampere and later, which run on Hopper too.  (Its ``fa3`` is Hopper's own, and another module: to be measured.)
 _BACKEND = "fa2"
@@ -246,7 +255,7 @@ class FlashInferAttention:
         return out
 
     def _eager(self, call: Call, decode: bool, device: torch.device) -> _Wrapped:
-        workspace = self._space(_WORKSPACE_BYTES, device)
+        workspace = self._space(call, 1, device)
         if isinstance(call, LatentCall):
             return _Wrapped(self._mla(float_workspace_buffer=workspace, backend=_BACKEND))
         if decode:
@@ -263,7 +272,7 @@ class FlashInferAttention:
         if isinstance(call, LatentCall):
             queries, lengths = whole(count + 1), whole(count)
             wrapper = self._mla(
-                float_workspace_buffer=self._space(_WORKSPACE_BYTES, device),
+                float_workspace_buffer=self._space(call, count, device),
                 use_cuda_graph=True,
                 qo_indptr=queries,
                 kv_indptr=indptr,
@@ -274,7 +283,7 @@ class FlashInferAttention:
             return _Wrapped(wrapper, (queries, indptr, indices, lengths))
         last = whole(count)
         wrapper = self._decode(
-            float_workspace_buffer=self._space(max(_WORKSPACE_BYTES, _partial_bytes(call, count)), device),
+            float_workspace_buffer=self._space(call, count, device),
             kv_layout="NHD",
             use_cuda_graph=True,
             use_tensor_cores=True,
@@ -285,18 +294,27 @@ class FlashInferAttention:
         )
         return _Wrapped(wrapper, (indptr, indices, last))
 
-    def _space(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Memory for partial results, which all wrappers share: their kernels run one after the other.  Zeros, as it is to begin with."""
+    def _space(self, call: Call, rows: int, device: torch.device) -> torch.Tensor:
+        """Memory for partial results of prompts and of up to ``rows`` rows of decode, which all wrappers share: their kernels run one
+        after the other.  Zeros, as it is to begin with."""
+        nbytes = _WORKSPACE_BYTES
+        if isinstance(call, AttentionCall):
+            nbytes = max(nbytes, _partial_bytes(call, rows, torch.cuda.get_device_properties(device).multi_processor_count))
         if self._workspace is None or self._workspace.numel() < nbytes or self._workspace.device != device:
             self._workspace = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         return self._workspace
 
 
-def _partial_bytes(call: AttentionCall, rows: int) -> int:
-    """Bytes that ``fa2`` takes in a recorded run of ``rows`` rows (``PrefillPlan`` in its scheduler.cuh): float32 values and their
-    sums for each tile of queries, which are those of one key/value head."""
-    tiles = -(-rows * call.heads // (call.kv_heads * _TILE)) + rows
-    return call.heads * tiles * _TILE * (call.head_dim + 1) * 4 + (16 << 20)
+def _partial_bytes(call: AttentionCall, rows: int, processors: int) -> int:
+    """Bytes that ``fa2`` may take for a prompt, or for a recorded run of ``rows`` rows (``PrefillPlan`` in its scheduler.cuh): float32
+    values and their sums for each tile of queries, which are those of one key/value head.
+
+    A prompt that is divided has at most one tile for each block; a recorded run has as many, or one for each row if those are more.
+    """
+    blocks = _BLOCKS * processors // call.kv_heads
+    prompt = blocks * (_LARGEST_TILE if call.head_dim < 256 else _LARGEST_TILE // 2)
+    recorded = max(blocks, -(-rows * call.heads // (call.kv_heads * _TILE)) + rows) * _TILE
+    return call.heads * max(prompt, recorded) * (call.head_dim + 1) * 4 + _SLACK_BYTES
 
 
 def _limit(need: AttentionNeed) -> str:

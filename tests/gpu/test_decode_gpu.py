@@ -148,6 +148,18 @@ def test_attention(tokens: int, heads: int, kv_heads: int, dim: int, window: int
     torch.testing.assert_close(found.float(), wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(64, 8), (16, 1)])
+@pytest.mark.parametrize("tokens", [256, 512])
+def test_prompts_that_are_divided(tokens: int, heads: int, kv_heads: int) -> None:
+    """Partial results of whole prompts take more than flashinfer's usual 128 MiB of work space with so many heads to a key."""
+    rows, (k, v) = pages_of((0,), tokens, (kv_heads, 128), (kv_heads, 128))
+    q = queries(tokens, heads, 128)
+    kernels, call = FlashInferAttention(), AttentionCall(heads, kv_heads, 128, torch.bfloat16)
+    found = kernels.attend(kernels.plan(call, rows), q, k, v)
+    wanted = TORCH_ATTENTION.attend(TORCH_ATTENTION.plan(call, rows), q.float(), k.float(), v.float())
+    torch.testing.assert_close(found.float(), wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("heads", [4, 16, 128])
 def test_latent_attention(heads: int) -> None:
     """The same for latents, one token a row."""
