@@ -48,18 +48,20 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # One stream for all: what a library keeps for each, such as cuBLAS its 32 MiB of work space, it then has once.
+        self._side = torch.cuda.Stream(device)
 
     def __call__(self, work: Work) -> Work:
-        side = torch.cuda.Stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
+        current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
+        self._side.wait_stream(current)
+        # Around the recording too: where that fails, torch.cuda.graph leaves its own stream behind as the current one.
+        with torch.cuda.stream(self._side):
             for _ in range(_WARM_UPS):
                 work()
-        torch.cuda.current_stream(self._device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, NCCL's among them, may go on asking about their events.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = work()
+            # Other threads, NCCL's among them, may go on asking about their events.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
+                result = work()
+        current.wait_stream(self._side)
 
         def replay() -> torch.Tensor:
             graph.replay()
@@ -163,13 +165,20 @@ class Decoding:
 
 
 def decoding(model: Any, cache: PagedCache, *, graphs: bool = True) -> Decoding:
-    """Records a pass for each size of batch that the cache may see, where that can be done and ``graphs`` are wanted."""
+    """Records a pass for each size of batch that the cache may see, where that can be done and ``graphs`` are wanted.
+
+    Raises:
+        torch.OutOfMemoryError: no memory for a recording, on one of several ranks.
+    """
     reason = unrecordable(model, cache.device) if graphs else "not asked for"
     if not reason:
         try:
             decoder = GraphDecoder(model, cache, batch_sizes(cache.size.slots), CudaCapture(cache.device))
             return Decoding(decoder, decoder.sizes)
         except RuntimeError as error:  # torch's for whatever cannot be recorded, and for memory
+            # What cannot be recorded cannot be on any rank.  Memory may be short on this one alone, and the others wait in a recording.
+            if isinstance(error, torch.OutOfMemoryError) and any(True for module in model.modules() for _ in _groups(module)):
+                raise
             reason = str(error).partition("\n")[0]
             _log.warning("CUDA graphs: none, since a pass could not be recorded: %s", reason)
     return Decoding(EagerDecoder(model, cache), reason=reason)

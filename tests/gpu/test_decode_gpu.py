@@ -281,3 +281,14 @@ def test_the_command_decodes_by_graphs(smollm2: Path, capsys: pytest.CaptureFixt
     assert [document["cuda_graphs"]["used"] for document in told] == [True, False]
     assert told[0]["cuda_graphs"]["batch_sizes"] == [1, 2] and told[1]["cuda_graphs"]["reason"] == "not asked for"
     assert all(document["text"] == "The capital of France is Paris." for document in told)
+
+
+def test_a_recording_that_fails_is_left(tmp_path: Path) -> None:
+    """Work that waits for the host raises, on the stream that was current before; plain passes go on as if nothing had been tried."""
+    model = loaded(saved("llama", tmp_path)).model
+    ids = token_ids(3, max(PROMPTS) + STEPS)
+    wanted, before = decoded(model, ids), torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        CudaCapture(CUDA)(lambda: torch.ones(2, device=CUDA) * torch.ones(2, device=CUDA).sum().item())
+    assert torch.cuda.current_stream() == before
+    alike(decoded(model, ids), wanted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from rtp_llm.kernels.paging import SAFE_PAGE, HostRows, PagedRows
 from rtp_llm.layers.cache import CacheSize, PagedCache
 from rtp_llm.loader.draft import draft
 from rtp_llm.parallel.groups import Groups
+from rtp_llm.runtime import graphs
 from rtp_llm.runtime.generation import Generation, Request, cache_size, generate_all
-from rtp_llm.runtime.graphs import GraphDecoder, Work, batch_sizes, call_again, decoding, unrecordable
+from rtp_llm.runtime.graphs import Capture, GraphDecoder, Work, batch_sizes, call_again, decoding, unrecordable
 from tests.models import decoders, latents
 from tests.models.reference import distance, make, token_ids
 from tests.moe import variants as experts
@@ -185,13 +187,41 @@ def test_where_nothing_can_be_recorded_it_is_said(tmp_path: Path) -> None:
     assert "experts are multiplied one by one" in unrecordable(load_model(make_moe, device="cpu").model, torch.device("cuda"))
 
 
-def reason_on_rank(folder: str) -> str:
-    """Why a rank that meets others through gloo cannot record."""
-    return unrecordable(load_model(folder, device="cpu").model, torch.device("cuda"))
+def test_memory_that_is_short_leaves_plain_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process alone decodes without recordings where there is no memory for them."""
+    model: Any = load_model(save_tiny_llama(tmp_path), device="cpu").model
+    cache = model.cache_of(CacheSize(1, 2, 32))
+    monkeypatch.setattr(graphs, "unrecordable", lambda model, device: "")
+    monkeypatch.setattr(graphs, "CudaCapture", short_of_memory)
+    way = decoding(model, cache)
+    assert way.reason == "CUDA out of memory" and not way.sizes
+    assert way.decoder([5], [cache.take()]).shape[0] == 1
+
+
+def short_of_memory(device: torch.device) -> Capture:
+    """Stands for a GPU that has no room for a recording."""
+
+    def capture(work: Work) -> Work:
+        raise torch.OutOfMemoryError("CUDA out of memory\nand more")
+
+    return capture
+
+
+def reason_on_rank(folder: str) -> tuple[str, str]:
+    """Why a rank that meets others through gloo cannot record; and what it raises where it could, but for its memory."""
+    model: Any = load_model(folder, device="cpu").model
+    reason = unrecordable(model, torch.device("cuda"))
+    with mock.patch.multiple(graphs, unrecordable=lambda model, device: "", CudaCapture=short_of_memory):
+        try:
+            return reason, decoding(model, model.cache_of(CacheSize(1, 2, 32))).reason
+        except torch.OutOfMemoryError as error:
+            return reason, type(error).__name__
 
 
 def test_gloo_cannot_be_recorded(tmp_path: Path) -> None:
-    """Ranks without a GPU each meet through gloo, whose collectives run on the host."""
+    """Ranks without a GPU each meet through gloo, whose collectives run on the host.  Where ranks could record, one that is short of
+    memory fails, rather than decode by itself while the others wait for it."""
     save_tiny_llama(tmp_path)
     for result in run_ranks(2, reason_on_rank, str(tmp_path), timeout=120):
-        assert "gloo" in result.value
+        reason, raised = result.value
+        assert "gloo" in reason and raised == "OutOfMemoryError"
