@@ -57,6 +57,11 @@ def describe(error: BaseException) -> Failure:
         return Failure(kind, (f"{printable(error.strerror or error)}{where}",), USER_ERROR, loud=True)
     if isinstance(error, MemoryError):
         return Failure(kind, ("out of memory on this machine",), USER_ERROR, loud=True)
+    if kind == "OutOfMemoryError":  # torch's, by its name: torch may not even be imported
+        first = printable(str(error).partition("\n")[0])
+        return Failure(
+            kind, (f"out of memory on the device: {first}", "A smaller --batch_size, or shorter prompts, take less."), USER_ERROR, loud=True
+        )
     text = printable(f"internal error: {kind}: {error}")
     return Failure(
         kind,

@@ -6,6 +6,7 @@ import json
 
 import click
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,6 +61,7 @@ def test_long_lists_are_cut_in_the_message_and_whole_in_json() -> None:
         (click.UsageError("no such thing"), 2, "no such thing"),
         (FileNotFoundError(2, "No such file or directory", "x\ny"), 2, r"No such file or directory: x\ny"),
         (MemoryError(), 2, "out of memory"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 2, "out of memory on the device: CUDA out of memory."),
         (KeyboardInterrupt(), 130, "interrupted"),
         (ZeroDivisionError("by\nzero"), 70, r"internal error: ZeroDivisionError: by\nzero"),
     ],
