@@ -34,10 +34,11 @@ def shortages(plan: LoadPlan, device: torch.device, watch: Watch, free: int) -> 
     see the memory of all as its own.
     """
     _log.info(
-        "preflight: predicted peak %d bytes (weights %d, transport %d, largest transient %d), free %d bytes on %s",
+        "preflight: predicted peak %d bytes (weights %d, transport %d, making %d, largest transient %d), free %d bytes on %s",
         plan.predicted_peak_bytes,
         plan.bytes_resident,
         plan.bytes_staging,
+        plan.bytes_making,
         plan.bytes_transient,
         free,
         device,
@@ -54,7 +55,7 @@ def shortages(plan: LoadPlan, device: torch.device, watch: Watch, free: int) -> 
                     PlanFault.OUT_OF_MEMORY,
                     f"the load does not fit on {place.rpartition('/')[2]}",
                     rank=sharing[0],
-                    expected=f"{peak} bytes for {len(sharing)} rank(s): weights, staging buffers and the largest transient",
+                    expected=f"{peak} bytes for {len(sharing)} rank(s): weights, staging buffers, what is made, the largest transient",
                     actual=f"{least} bytes free",
                     fix="use more ranks (tp_size), a narrower dtype, or free memory",
                 )
