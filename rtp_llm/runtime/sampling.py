@@ -84,7 +84,8 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
     drawn = torch.tensor([[sampler.draw()] for sampler in samplers], dtype=torch.float64).to(logits.device)
     place = torch.searchsorted(reached, drawn * reached[:, -1:], right=True)
     # A product that is rounded up to the whole sum would fall behind the last token that is left.
-    place = torch.minimum(place, (ordered > 0).sum(dim=-1, keepdim=True) - 1)
+    # Of scores that are no numbers none is left, and a place before the first token would stop a GPU for good.
+    place = torch.minimum(place, (ordered > 0).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)
     tokens = order.gather(1, place)[:, 0]
     greedy = torch.tensor([sampler.sampling.greedy for sampler in samplers]).to(logits.device)
     return [int(i) for i in torch.where(greedy, best, tokens).tolist()]

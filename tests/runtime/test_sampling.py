@@ -102,6 +102,14 @@ def test_greedy_is_the_best_and_draws_nothing() -> None:
     assert choose(logits, [Sampler(Sampling(1e-300, seed=3))] * 5) == logits.argmax(-1).tolist()
 
 
+def test_scores_that_are_no_numbers_give_a_token() -> None:
+    """A row of NaN gives some token of the vocabulary, and the row beside it what it gives alone."""
+    logits = scores(2, 1)
+    logits[0] = math.nan
+    first, second = choose(logits, [Sampler(Sampling(1.0, seed=3)) for _ in range(2)])
+    assert 0 <= first < VOCAB and second == choose(logits[1:], [Sampler(Sampling(1.0, seed=3))])[0]
+
+
 @pytest.mark.parametrize(
     ("values", "named"),
     [
