@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rtp_llm import LoadConfig, load_model
 from rtp_llm.cli import main
+from rtp_llm.cli.commands.generate import _Asked, _prompts
 from rtp_llm.layers.cache import CacheSize
 from rtp_llm.layers.faults import ForwardError
 from rtp_llm.runtime.generation import Answer, Generation, Request, cache_size, generate, generate_all
@@ -173,6 +174,12 @@ def test_the_command_takes_many_prompts(smollm2: Path, tmp_path: Path, capsys: p
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1]
     assert shown[0] == "".join(f"--- {i}: {e['prompt']}\n{e['text']}\n" for i, e in enumerate(document["answers"], 1))
+
+
+def test_a_line_is_a_prompt(tmp_path: Path) -> None:
+    """Whatever an editor on another system writes before and behind it; what separates lines only in print is part of the prompt."""
+    (tmp_path / "prompts.txt").write_bytes("\ufeffone\r\ntwo\u2028\f\x85lines\r\n\r\n".encode())
+    assert _prompts(_Asked(("zero",), str(tmp_path / "prompts.txt"), 1, True, {})) == ("zero", "one", "two\u2028\f\x85lines")
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,8 @@ def _prompts(asked: _Asked) -> tuple[str, ...]:
     if asked.prompts_file is None:
         return asked.prompts
     try:
-        lines = Path(asked.prompts_file).read_text(encoding="utf-8").splitlines()
+        # Not splitlines(), for which a form feed or a line separator within a prompt ends it too.
+        lines = Path(asked.prompts_file).read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         problem = Problem(RuntimeFault.BAD_PROMPT, "the prompts are not text", file=asked.prompts_file, expected="UTF-8", actual=str(error))
         raise ConfigError(problem) from error
