@@ -109,10 +109,10 @@ def remaining(logits: torch.Tensor, samplings: Sequence[Sampling]) -> tuple[torc
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     # Those that score like the last one of top-k stay too, as in transformers.
     ordered = ordered.masked_fill(ordered < ordered.gather(1, last), float("-inf"))
-    probabilities = ordered.softmax(dim=-1).double()
-    before = probabilities.cumsum(dim=-1) - probabilities
-    top_p = column([s.top_p for s in samplings], torch.float64)
-    dropped = (before >= top_p) & (top_p < 1)
+    probabilities = ordered.double().softmax(dim=-1)
+    # From the least likely on, as in transformers: what is left of a sum that begins at the likeliest has no digits near 1.
+    behind = probabilities.flip(-1).cumsum(dim=-1).flip(-1)
+    dropped = behind <= 1 - column([s.top_p for s in samplings], torch.float64)
     # The likeliest stays, whatever rounding makes of the sum before it.
     dropped[:, 0] = False
     kept = probabilities.masked_fill(dropped, 0)

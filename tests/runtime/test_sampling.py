@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -40,6 +40,7 @@ def by_transformers(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     seed=st.integers(0, 2**16),
     ties=st.booleans(),
 )
+@example(temperature=0.5, top_k=0, top_p=1 - 2**-53, seed=0, ties=False)
 def test_what_remains_is_what_transformers_leaves(temperature: float, top_k: int, top_p: float, seed: int, ties: bool) -> None:
     """The same tokens with the same probabilities, in float32 to rounding; tokens that score like the last of top-k stay."""
     logits = scores(3, seed)
