@@ -66,6 +66,7 @@ def launch(directory: str, places: Sequence[ParallelConfig], load: LoadConfig) -
     finally:
         for process in started:
             process.kill()
+            process.wait()
     for process, (_, errors) in zip(started, outputs, strict=True):
         if process.returncode:
             raise _failed((errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1])

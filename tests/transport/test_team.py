@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import subprocess
 import sys
@@ -19,7 +21,8 @@ from rtp_llm.loader.draft import draft
 from rtp_llm.parallel.groups import groups_at
 from rtp_llm.parallel.world import World
 from rtp_llm.transport.interface import Moved
-from rtp_llm.transport.scratch.staging import Staging
+from rtp_llm.transport.scratch import staging as staging_module
+from rtp_llm.transport.scratch.staging import Staging, in_huge_pages
 from rtp_llm.transport.scratch.team import Team
 from tests.support.paths import child_env
 from tests.support.tiny import save_tiny_llama
@@ -140,3 +143,15 @@ print(found)
 """
     done = subprocess.run([sys.executable, "-c", script], env=child_env(), capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "3"), done.stderr
+
+
+def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory is then of small ones: the kernel refuses the advice, and not the memory."""
+
+    class Small(mmap.mmap):
+        def madvise(self, *args: int) -> None:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(staging_module.mmap, "mmap", Small)
+    memory = in_huge_pages(5 << 20)
+    assert memory.numel() == 5 << 20 and not memory.any()

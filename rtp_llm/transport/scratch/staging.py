@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -122,7 +123,8 @@ class _Pinned:
 def in_huge_pages(nbytes: int) -> torch.Tensor:
     """``uint8`` memory of its own, in huge pages where the system has some, all of which are there: touched by this thread."""
     pages = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without them (madvise(2), EINVAL)
+        pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     skip = -memory.data_ptr() % _HUGE_PAGE
     tensor = memory[skip : skip + nbytes]
