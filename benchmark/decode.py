@@ -2,6 +2,7 @@
 
 python benchmark/decode.py                     a Llama of 8B in bfloat16; batches of 1, 8 and 64; three turns; the first GPU
 python benchmark/decode.py --gb 16 --turns 5 --json
+python benchmark/decode.py --batches 1 --only transformers "flashinfer, graphs" --turns 1    a part, where time is short
 python benchmark/decode.py --quick             a small model, short answers, one turn; on the CPU too
 
 A contender and turn is a fresh process, which decodes each batch once unmeasured and once measured.  Rates are new tokens a second
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def rows(turns: Sequence[dict[str, dict[str, Any]]], names: Sequence[str], batch
             if failed is None:
                 rates = [turn[name]["rates"][str(batch)] for turn in turns]
                 row |= {"tokens_per_s": statistics.median(rates), "range": [min(rates), max(rates)], "ratio": None}
-                if all("rates" in turn[REFERENCE] for turn in turns):
+                if all("rates" in turn.get(REFERENCE, {}) for turn in turns):
                     row["ratio"] = statistics.median(
                         turn[name]["rates"][str(batch)] / turn[REFERENCE]["rates"][str(batch)] for turn in turns
                     )
@@ -150,6 +151,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small, short, one turn")
     parser.add_argument("--gb", type=float, default=16.0, help="size of the model in 10**9 bytes of bfloat16")
     parser.add_argument("--turns", type=int, help="3 unless given; 1 with --quick")
+    parser.add_argument("--batches", type=int, nargs="+", help="sequences at a time; 1, 8 and 64 unless given")
+    parser.add_argument("--only", nargs="+", choices=[REFERENCE, *OURS], metavar="NAME", help="these contenders; all unless given")
     parser.add_argument("--dir", help="where the checkpoint is written; a temporary directory otherwise")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", nargs=4, metavar=("DIR", "NAME", "DEVICE", "PLAN"), help=argparse.SUPPRESS)
@@ -167,7 +170,12 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     gb, turns = (0.05, args.turns or 1) if args.quick else (args.gb, args.turns or 3)
     sizes = Sizes((1, 8), 16, 33) if args.quick else Sizes((1, 8, 64), 128, 257)
+    if args.batches:
+        sizes = replace(sizes, batches=tuple(args.batches))
     names = [REFERENCE, *(name for name, (kernels, graphs) in OURS.items() if device == "cuda" or (kernels, graphs) == ("torch", False))]
+    names = [name for name in names if not args.only or name in args.only]
+    if not names:
+        parser.error(f"on {device} there is none of {', '.join(args.only)}")
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="decode-") as folder:
         directory = Path(folder, "model")
         write_checkpoint(directory, llama(gb))
