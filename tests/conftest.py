@@ -17,6 +17,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis: the same examples everywhere, so that a run can be repeated, and no limit of time, since a busy machine is
+    no fault.  ``--hypothesis-profile search`` looks for new ones."""
+    if not config.pluginmanager.hasplugin("hypothesispytest"):
+        return  # a GPU machine may lack it, and no test there needs it
+    from hypothesis import settings
+
+    settings.register_profile("suite", deadline=None, derandomize=True)
+    settings.register_profile("search", deadline=None, max_examples=2000)
+    settings.load_profile(config.getoption("--hypothesis-profile") or "suite")
+
+
 def fetched(name: str) -> Path:
     """A checkpoint of ``tools/fetch_models.py``.  Where it cannot be had the test fails: a skip would hide it."""
     cache = Path(os.environ.get("RTP_LLM_TEST_MODELS", ROOT / ".cache" / "models")).absolute()
