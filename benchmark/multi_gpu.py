@@ -17,9 +17,7 @@ import gc
 import json
 import os
 import re
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -28,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from rtp_llm.bench.cache import warm
+from rtp_llm.bench.faults import BenchError
+from rtp_llm.bench.ranks import run_commands
 from rtp_llm.bench.synthetic import Made, llama, many_tensors, write_checkpoint
 
-#: Longest time of one row: imports, NCCL's start, and runs of 16 GB at a tenth of the usual speed.
-_TIMEOUT_S = 240
 #: Tensors of the checkpoint with experts before they are stacked: 18 layers of 128 experts.
 _TENSORS = 7_000
 
@@ -127,24 +125,8 @@ def _measured(row: Row, directory: str, ranks: int, device: str, runs: int) -> s
 
 def _launch(row: Row, directory: str, ranks: int, device: str, runs: int) -> list[list[dict[str, Any]]]:
     """What each rank of one launch says of each of its runs."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     task = {"row": vars(row), "directory": directory, "device": device, "runs": runs}
-    processes = []
-    for rank in range(ranks):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        environ = os.environ | {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, __file__, "--worker", json.dumps(task)]
-        processes.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True))
-    try:
-        outputs = [process.communicate(timeout=_TIMEOUT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(process.returncode for process in processes):
-        raise SystemExit(f"{row}: exit codes {[process.returncode for process in processes]}")
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
+    return run_commands([[__file__, "--worker", json.dumps(task)]] * ranks, os.environ)
 
 
 def _worker(task: dict[str, Any]) -> int:
@@ -181,4 +163,7 @@ def _worker(task: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    try:
+        raise SystemExit(main(sys.argv[1:]))
+    except BenchError as error:
+        raise SystemExit(str(error)) from None

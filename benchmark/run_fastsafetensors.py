@@ -20,9 +20,7 @@ import argparse
 import dataclasses
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from rtp_llm.bench.cache import evict, warm
+from rtp_llm.bench.faults import BenchError
+from rtp_llm.bench.ranks import run_commands
 from rtp_llm.bench.synthetic import llama, write_checkpoint
 
 #: Longest time of one run: a cold load of 16 GB from a disk of 200 MB/s.
@@ -139,7 +139,7 @@ def _checkpoint(given: Path | None, gb: float) -> Iterator[Path]:
 
 def _line(case: Case) -> str:
     name = case.row.name
-    if case.reason:
+    if not case.found:
         return f"| {name} | {case.cache} | 0 | not measured: {case.reason} | | |"
     seconds = [max(report["phases"]["transport"] for report in reports) for reports in case.found]
     placed = sum(report["bytes_placed"] for report in case.found[0])
@@ -154,25 +154,10 @@ def _line(case: Case) -> str:
 
 def _run(row: Row, directory: Path, device: str) -> list[dict[str, Any]]:
     """The ranks' load reports."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    command = [sys.executable, __file__, "--rank-of", str(directory), "--device", device]
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOAD_METHOD")
     clean = {name: value for name, value in os.environ.items() if name not in names and not name.startswith("FASTSAFETENSORS_")}
-    processes = []
-    for rank in range(row.ranks):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": row.ranks, "LOCAL_WORLD_SIZE": row.ranks, "MASTER_ADDR": "127.0.0.1"}
-        launched = {name: str(value) for name, value in place.items()} | {"MASTER_PORT": port} if row.ranks > 1 else {}
-        processes.append(subprocess.Popen(command, env={**clean, **row.environ, **launched}, stdout=subprocess.PIPE, text=True))
-    try:
-        outputs = [process.communicate(timeout=_TIMEOUT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(process.returncode for process in processes):
-        raise SystemExit(f"{row.name}: exit codes {[process.returncode for process in processes]}")
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
+    command = [__file__, "--rank-of", str(directory), "--device", device]
+    return run_commands([command] * row.ranks, {**clean, **row.environ}, _TIMEOUT_S)
 
 
 def _one(directory: Path, device: str) -> int:
@@ -189,4 +174,7 @@ def _one(directory: Path, device: str) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    try:
+        raise SystemExit(main(sys.argv[1:]))
+    except BenchError as error:
+        raise SystemExit(str(error)) from None

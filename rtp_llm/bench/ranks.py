@@ -14,9 +14,11 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack
+from typing import IO, Any
 
 import torch
 
@@ -32,45 +34,71 @@ from rtp_llm.models.registry import resolve
 from rtp_llm.parallel.world import join_world
 
 #: Longest time of one launch: imports of several processes on few cores, and 16 GB at a tenth of the usual speed.
-_TIMEOUT_S = 240
+_TIMEOUT_S = 240.0
 
 
 def launch(directory: str, places: Sequence[ParallelConfig], load: LoadConfig) -> list[dict[str, Any]]:
     """What each rank of one launch on this host says of its load, in the order of ``places``.
 
     Raises:
-        BenchError: a rank that fails, or does not come to an end.
+        BenchError: as :func:`run_commands`.
     """
-    with socket.socket() as probe:
+    settings = [json.dumps({"load": dataclasses.asdict(load), "parallel": dataclasses.asdict(place)}) for place in places]
+    commands = [["-m", "rtp_llm.bench.ranks", directory, "--settings", one] for one in settings]
+    found: list[dict[str, Any]] = run_commands(commands, environment(BY_NAME["rtp-llm"]))
+    return found
+
+
+def run_commands(commands: Sequence[Sequence[str]], environ: Mapping[str, str], timeout_s: float = _TIMEOUT_S) -> list[Any]:
+    """Runs ``python *command`` for each command, all at once, as the ranks of one launch on this host (one command alone is no
+    rank); returns the JSON in the last line of each one's stdout, in rank order.
+
+    Raises:
+        BenchError: a rank that fails, or does not come to an end within ``timeout_s`` seconds.
+    """
+    size = len(commands)
+    with socket.socket() as probe, ExitStack() as stack:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    size = len(places)
-    common = environment(BY_NAME["rtp-llm"]) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    started = []
-    for rank, place in enumerate(places):
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        settings = json.dumps({"load": dataclasses.asdict(load), "parallel": dataclasses.asdict(place)})
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "rtp_llm.bench.ranks", directory, "--settings", settings],
-                env=common | {name: str(number) for name, number in numbers.items()},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        outputs = [process.communicate(timeout=_TIMEOUT_S) for process in started]
-    except subprocess.TimeoutExpired as error:
-        raise _failed(f"no answer within {_TIMEOUT_S} s") from error
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    for process, (_, errors) in zip(started, outputs, strict=True):
-        if process.returncode:
-            raise _failed((errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
-    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+        probe.close()
+        # Files, not pipes: a rank that says much would wait for this process, and the others for it.
+        spoken = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in commands]
+        started = [
+            subprocess.Popen([sys.executable, *command], env={**environ, **_place(rank, size, port)}, stdout=out, stderr=errors)
+            for rank, (command, (out, errors)) in enumerate(zip(commands, spoken, strict=True))
+        ]
+        deadline = time.monotonic() + timeout_s
+        try:
+            for process in started:
+                process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired as error:
+            raise _failed(f"no answer within {timeout_s:g} s") from error
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        texts = [[_text(file) for file in files] for files in spoken]
+    wrong = [
+        f"rank {rank}: {(errors or [f'exit code {process.returncode}'])[-1]}"
+        for rank, (process, (_, errors)) in enumerate(zip(started, texts, strict=True))
+        if process.returncode
+    ]
+    if wrong:
+        raise _failed("; ".join(wrong))
+    return [json.loads(out[-1]) for out, _ in texts]
+
+
+def _place(rank: int, size: int, port: int) -> dict[str, str]:
+    """The variables that torchrun gives a rank."""
+    if size == 1:
+        return {}
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}
+
+
+def _text(file: IO[str]) -> list[str]:
+    file.seek(0)
+    return file.read().strip().splitlines()
 
 
 def _failed(reason: str) -> BenchError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,17 @@ def test_a_rank_that_fails_is_told(checkpoint: Path) -> None:
     places = [ParallelConfig(tp_size=3, tp_rank=rank) for rank in range(3)]
     with pytest.raises(BenchError, match="INDIVISIBLE"):
         ranks.launch(str(checkpoint), places, LoadConfig(device="cpu", kernels="torch"))
+
+
+def test_ranks_that_say_much_hold_nobody_up() -> None:
+    """More than a pipe holds, on both streams, while the other rank waits for them; all that failed are named."""
+    wait = "import os, pathlib, sys, time\nmine = pathlib.Path(sys.argv[1], os.environ['RANK'])\n"
+    with tempfile.TemporaryDirectory() as folder:
+        loud = [wait + "print('x' * 300000)\nprint('x' * 300000, file=sys.stderr)\nmine.touch()\nprint(1)", folder]
+        patient = [wait + "while not (mine.parent / '1').exists(): time.sleep(0.05)\nprint(0)", folder]
+        assert ranks.run_commands([["-c", *patient], ["-c", *loud]], os.environ, 60.0) == [0, 1]
+    with pytest.raises(BenchError, match="rank 0: first; rank 1: exit code 3"):
+        ranks.run_commands([["-c", "raise SystemExit('first')"], ["-c", "raise SystemExit(3)"]], os.environ, 60.0)
 
 
 def test_steps_of_a_start(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
