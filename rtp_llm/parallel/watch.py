@@ -27,8 +27,8 @@ from rtp_llm.parallel.process import Process
 #: Seconds between beats: a few store requests a second and rank are nothing, even for 1,000 ranks.
 BEAT_SECONDS = 1.0
 #: Seconds without a beat after which a peer counts as lost: it is frozen, or its host is gone.  A healthy rank has been
-#: silent for more than five seconds while importing on an overloaded machine.  Half of the time-out where that is shorter,
-#: so that the loss is known before those who wait for it give up.
+#: silent for more than five seconds on an overloaded machine.  Half of the time-out where that is shorter, so that the loss
+#: is known before those who wait for it give up.
 LOST_SECONDS = 30.0
 #: Seconds to wait for the cause of a broken connection: a few beats for the neighbour of the rank that died to see and say
 #: so; then the broken connection has to do as the reason, so that all end within ten seconds.
