@@ -7,6 +7,7 @@ import pytest
 
 from rtp_llm.cli.app import app, main
 from rtp_llm.config.docs import all_settings
+from rtp_llm.runtime.sampling import MOST_SEED
 from tests.support.paths import ROOT
 
 _COMMON = "--json --debug"
@@ -75,3 +76,9 @@ def test_documentation_names_every_command_and_exit_code() -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
     assert all(f"| `{name}" in page for name in SURFACE)
     assert all(f"| {code} |" in page for code in (0, 1, 2, 70, 130))
+
+
+def test_the_largest_seed_is_that_of_sampling() -> None:
+    """The parser's bound, which stands apart so that help needs no torch, is the one that sampling checks."""
+    seed = next(parameter for parameter in app.commands["generate"].params if parameter.name == "seed")
+    assert isinstance(seed.type, click.IntRange) and seed.type.max == MOST_SEED

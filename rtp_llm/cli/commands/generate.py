@@ -30,7 +30,7 @@ Examples:
   torchrun --nproc-per-node 3 -m rtp_llm.cli generate ./SmolLM2-135M-Instruct --prompt "Hello"
 """
 
-#: The largest seed that generators take.
+#: The largest seed that generators take: rtp_llm.runtime.sampling.MOST_SEED, which cannot be imported without torch.
 _MOST_SEED = 2**63 - 1
 #: More sequences at a time than any decode step gains from.
 _MOST_BATCH = 4096
