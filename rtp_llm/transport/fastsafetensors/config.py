@@ -20,6 +20,9 @@ DEFAULT_FILE = "fastsafetensors.json"
 #: Bytes of one chunk where its settings name none.  Two are on the device at a time; larger ones do not read faster
 #: (benchmark/fastsafetensors.md).
 CHUNK_BYTES = 256 << 20
+#: Chunks of one rank's parameters, at most: with a budget that is all but used up by the parameters it is the preflight that answers,
+#: at once, and not a load byte by byte.
+_MOST_CHUNKS = 10_000
 #: Chunks that are read ahead where its settings say nothing: one is read while another one is placed.
 QUEUE_SIZE = 0
 #: Its sections whose members count as settings of the loader itself; other sections are those of a loader's copier.
@@ -57,7 +60,8 @@ class EffectiveConfig:
         """Bytes of a chunk: no more than its budget leaves beside the parameters."""
         if self.device_memory_budget is None:
             return self.chunk_bytes
-        return max(1, min(self.chunk_bytes, (self.device_memory_budget - bytes_resident) // self.depth))
+        least = bytes_resident // _MOST_CHUNKS + 1
+        return min(self.chunk_bytes, max(least, (self.device_memory_budget - bytes_resident) // self.depth))
 
 
 def _whole(least: int) -> Callable[[object], bool]:

@@ -113,3 +113,12 @@ def test_unknown_members_are_the_packages_own(caplog: pytest.LogCaptureFixture) 
     """A newer package may know more settings: they are no error."""
     members: dict[str, Any] = {"novel": 1, "parallel": {"novel": 2}}
     assert effective(LoadConfig(fastsafetensors_config_json=json.dumps(members))).queue_size == -1
+
+
+@pytest.mark.parametrize(
+    ("budget", "chunk"),
+    [(None, CHUNK_BYTES), (16_000_000_000, CHUNK_BYTES), (15_200_000_000, 100_000_000), (15_000_000_001, 1_500_001), (1, 1_500_001)],
+)
+def test_chunks_follow_the_budget(budget: int | None, chunk: int) -> None:
+    """Two chunks fit beside 15 GB of parameters; a budget that these use up makes no chunks of a byte, of which a load has billions."""
+    assert EffectiveConfig(device_memory_budget=budget).chunk_for(15_000_000_000) == chunk
