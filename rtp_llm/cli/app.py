@@ -6,13 +6,15 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import click
 
 from rtp_llm.cli.commands import COMMANDS
 from rtp_llm.cli.failure import report
+from rtp_llm.cli.options import common
 from rtp_llm.cli.output import Output, printable
 from rtp_llm.cli.ranks import end_rank, in_group, leave_group, speaks
 
@@ -33,6 +35,27 @@ def app() -> None:
     Under torchrun the same commands run on all ranks, and rank 0 prints. Exit codes: 0 done, 1 inspect or plan found
     problems, 2 an error that you can put right, 130 interrupted.
     """
+
+
+def _common_flags(arguments: Sequence[str]) -> Mapping[str, Any]:
+    """Has ``as_json`` and ``debug`` where click takes them for flags, which it does not in the place of a value or behind ``--``.
+
+    Known whatever else is wrong with the command line, since they say how that is to be told.
+    """
+    # A value given to a flag that takes none would end click's parsing here.  A flag with a value is no other's business.
+    rest = ["" if token.startswith("-") and "=" in token else token for token in arguments]
+    _, rest = _parsed(app, rest)
+    context = click.Context(app, resilient_parsing=True, **app.context_settings)
+    command = app.resolve_command(context, rest)[1] if rest else None
+    # Of a command that does not exist we know what all commands have.
+    return _parsed(common(click.Command(None)), rest)[0] if command is None else _parsed(command, rest[1:])[0]
+
+
+def _parsed(command: click.Command, arguments: Sequence[str]) -> tuple[Mapping[str, Any], list[str]]:
+    """Options by name, and all other arguments, unknown flags among them."""
+    context = click.Context(command, resilient_parsing=True, ignore_unknown_options=True, **app.context_settings)
+    options, rest, _ = command.make_parser(context).parse_args(list(arguments))
+    return options, rest
 
 
 class _Log(logging.Handler):
@@ -67,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Without ``argv`` the process is this command's own, and one of several ranks ends here.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    output = Output(json="--json" in arguments, speaks=speaks(os.environ))
+    flags = _common_flags(arguments)
+    output = Output(json=flags.get("as_json") is True, speaks=speaks(os.environ))
     try:
         # Not app.main(), which has answers of its own to Ctrl-C and to a reader that has gone.
         with _logging(output), app.make_context("rtp-llm", arguments, obj=output) as context:
@@ -86,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     # The program's outer edge: whatever comes is shown as a message, and --debug shows where it came from.
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001
-        code = report(error, as_json=output.json, debug="--debug" in arguments, speaks=output.speaks)
+        code = report(error, as_json=output.json, debug=flags.get("debug") is True, speaks=output.speaks)
         _leave_unwritten()
         if argv is None and in_group():
             end_rank(code)

@@ -215,6 +215,30 @@ def test_mistakes_are_told_in_both_forms(arguments: list[str], tiny: Path, run: 
     assert code == error["exit_code"] == 2 and error["message"] and err.strip()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "json_asked", "debug_asked"),
+    [
+        (["generate", "/nowhere", "--prompt", "--json", "--prompt", "--debug"], False, False),
+        (["embed", "/nowhere", "--text", "a", "--debug", "--text", "--json"], False, True),
+        (["generate", "/nowhere", "--prompt=--json", "--json"], True, False),
+        (["load", "--debug", "--", "/nowhere", "--json"], False, True),
+        (["load", "/nowhere", "--bogus", "--json", "--debug"], True, True),
+        (["load", "/nowhere", "--verify=3", "--bogus=--debug", "--json"], True, False),
+        (["load", "/nowhere", "--json", "--tp_size"], True, False),
+        (["nonsense", "--json", "--debug"], True, True),
+        (["--json", "load", "/nowhere"], True, False),
+        (["--json"], True, False),
+        (["--", "load", "/nowhere", "--json"], True, False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_the_parser_says_what_is_a_flag(arguments: list[str], json_asked: bool, debug_asked: bool, run: Any) -> None:
+    """``--json`` and ``--debug`` hold where they are flags, in front of a mistake and behind it; as values they are values."""
+    code, out, err = run(*arguments)
+    assert code == 2 and ("Traceback" in err) == debug_asked
+    assert (json.loads(out)["error"]["exit_code"] == 2) if json_asked else out == ""
+
+
 def test_documentation_names_every_field(tiny: Path, run: Any, tmp_path: Path) -> None:
     """``docs/json.md`` is complete."""
     page = set(re.findall(r"`([a-z_]+)`", (ROOT / "docs" / "json.md").read_text()))
