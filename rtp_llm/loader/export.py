@@ -152,7 +152,7 @@ class _Exporter:
     def write(self, out: Path) -> None:
         """Rank 0: writes all files."""
         catalog = self._loaded.catalog
-        names = {f.name: renamed(f) for f in catalog.files if f.name in self._by_file}
+        names = renamed(f for f in catalog.files if f.name in self._by_file)
         with Files(catalog.directory, catalog.files) as source:
             for info in catalog.files:
                 tensors = self._by_file.get(info.name)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,27 @@ def completed(out: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def renamed(file: FileInfo) -> str:
-    """A weight file's name in the export: the same, or its safetensors counterpart for a torch file."""
+def renamed(files: Iterable[FileInfo]) -> dict[str, str]:
+    """The names of weight files in the export: the same, or the safetensors counterparts of torch files.
+
+    ``a.bin`` and ``a.pt`` have the same counterpart.  The second one by name is numbered then: ``a-2.safetensors``.
+    """
+    names: dict[str, str] = {}
+    taken: set[str] = set()
+    # Files that keep their names come first, so that no other file has taken them.
+    for file in sorted(files, key=lambda file: (file.format != "safetensors", file.name)):
+        names[file.name] = next(name for name in _candidates(file) if name not in taken)
+        taken.add(names[file.name])
+    return names
+
+
+def _candidates(file: FileInfo) -> Iterator[str]:
     if file.format == "safetensors":
-        return file.name
-    stem = file.name.rpartition(".")[0]
-    return stem.replace("pytorch_model", "model", 1) + ".safetensors"
+        yield file.name
+        return
+    stem = file.name.rpartition(".")[0].replace("pytorch_model", "model", 1)
+    yield f"{stem}.safetensors"
+    yield from (f"{stem}-{number}.safetensors" for number in count(2))
 
 
 def header_bytes(tensors: Sequence[TensorInfo], file: FileInfo) -> bytes:

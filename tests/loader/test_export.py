@@ -90,6 +90,25 @@ def test_torch_files_become_safetensors(tmp_path: Path) -> None:
         assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in tensors.items())
 
 
+def test_files_that_differ_in_their_suffix_stay_apart(tmp_path: Path) -> None:
+    """An index over a.bin, a.pt and a-2.bin: three files come back, none written over another, with every tensor."""
+    source = save_tiny_llama(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    weight_map = {name: ("a.bin", "a.pt", "a-2.bin")[i % 3] for i, name in enumerate(sorted(tensors))}
+    for file in set(weight_map.values()):
+        torch.save({name: tensor for name, tensor in tensors.items() if weight_map[name] == file}, source / file)
+    (source / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    out = export_checkpoint(load_model(source, load=CPU), tmp_path / "out")
+    names = {"a.bin": "a.safetensors", "a.pt": "a-3.safetensors", "a-2.bin": "a-2.safetensors"}
+    for file, exported in names.items():
+        found = load_file(out / exported)
+        assert set(found) == {name for name in tensors if weight_map[name] == file}
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in found.items())
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {name: names[file] for name, file in weight_map.items()}
+
+
 def test_one_file_with_an_unusual_name_keeps_its_index(tmp_path: Path) -> None:
     """A checkpoint of one shard comes back with its index, without which transformers does not find the file."""
     source = save_tiny_llama(tmp_path / "source")
