@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from rtp_llm.plan.coverage import tiles
 from rtp_llm.plan.dtypes import cast_is_exact
 from rtp_llm.plan.faults import PlanFault
 from rtp_llm.plan.ops import Source
-from rtp_llm.plan.plan import LoadPlan, Target
+from rtp_llm.plan.plan import Delivery, LoadPlan, Target
 from rtp_llm.transport.scratch.files import Files
 
 
@@ -69,7 +70,9 @@ def export_checkpoint(loaded: LoadedModel, directory: str | os.PathLike[str]) ->
 
 def _refuse_lossy(plan: LoadPlan) -> None:
     dtypes = {p.name: p.dtype for p in plan.params}
-    made = {d.tensor.name: d for d in plan.deliveries if d.targets[0].param in plan.stages}
+    lost = [d for d in plan.deliveries if _holder(d, dtypes) is None]
+    plain = [(d, target.param) for d in lost for target in d.targets if target.param in dtypes]
+    made = {d.tensor.name: d for d in lost if all(target.param not in dtypes for target in d.targets)}
     problems = [
         Problem(
             PlanFault.NOT_REVERSIBLE,
@@ -85,19 +88,26 @@ def _refuse_lossy(plan: LoadPlan) -> None:
     problems += [
         Problem(
             PlanFault.NOT_REVERSIBLE,
-            f"was narrowed when it was loaded to {target.param}",
+            f"was narrowed when it was loaded to {param}",
             file=d.tensor.file,
             tensor=d.tensor.name,
             expected=f"{d.stored_dtype} or wider",
-            actual=dtypes[target.param],
+            actual=dtypes[param],
             fix="load with a dtype that holds every stored value (rtp-llm export chooses one)",
         )
-        for d in plan.deliveries
-        for target in d.targets[:1]
-        if target.param not in plan.stages and not cast_is_exact(str(d.stored_dtype), dtypes[target.param])
+        for d, param in plain
     ]
     if problems:
         raise PlanError(problems)
+
+
+def _holder(delivery: Delivery, dtypes: Mapping[str, str]) -> Target | None:
+    """A place where every stored value still is; None where there is none.
+
+    ``dtypes`` are those of the parameters.  What is no parameter is the stage of something that is made while it is loaded.
+    """
+    stored = str(delivery.stored_dtype)
+    return next((t for t in delivery.targets if t.param in dtypes and cast_is_exact(stored, dtypes[t.param])), None)
 
 
 def _schedule(plan: LoadPlan, held: list[list[tuple[str, list[list[int]]]]]) -> dict[str, tuple[_Part, ...]]:
@@ -129,7 +139,8 @@ class _Exporter:
     def __init__(self, loaded: LoadedModel, watch: Watch, schedule: dict[str, tuple[_Part, ...]]) -> None:
         self._loaded, self._watch, self._schedule = loaded, watch, schedule
         self._params = {name: p.data for name, p in loaded.model.named_parameters()}
-        self._mine: dict[tuple[str, Box], Target] = {(d.slot, d.slot_box): d.targets[0] for d in loaded.plan.deliveries}
+        dtypes = {p.name: p.dtype for p in loaded.plan.params}
+        self._mine = {(d.slot, d.slot_box): _holder(d, dtypes) for d in loaded.plan.deliveries}
         self._by_raw: defaultdict[str, list[tuple[str, Source]]] = defaultdict(list)
         for slot, source in loaded.plan.slots.items():
             self._by_raw[source.raw].append((slot, source))
@@ -189,6 +200,7 @@ class _Exporter:
     def _held(self, slot: str, box: Box, tensor: TensorInfo) -> torch.Tensor:
         """This rank's part of a slot, in the stored dtype, on the host."""
         target = self._mine[slot, box]
+        assert target is not None, f"{slot}: a lossy load was not refused"
         place = view(self._params[target.param], target.box)
         return place.reshape(extent(box)).to(device="cpu", dtype=_torch_dtype(tensor))
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rtp_llm import LoadConfig, ParallelConfig, export_checkpoint, load_model
 from rtp_llm.errors import ConfigError, PlanError
+from rtp_llm.loader.load import LoadedModel
+from rtp_llm.plan.pieces import ParamSpec
+from rtp_llm.plan.plan import Target
 from tests.support.ranks import run_ranks
 from tests.support.tiny import save_tiny_llama
 
@@ -63,6 +68,31 @@ def test_a_lossless_cast_is_undone_and_a_lossy_one_refused(tmp_path: Path) -> No
     wider = save_tiny_llama(tmp_path / "wide")
     with pytest.raises(PlanError, match=r"tensor lm_head.weight.*expected float32 or wider, found bfloat16"):
         export_checkpoint(load_model(wider, load=LoadConfig(device="cpu", dtype="bfloat16")), tmp_path / "lost")
+
+
+@pytest.mark.parametrize("narrow_first", [True, False])
+def test_one_of_several_places_is_enough(tmp_path: Path, narrow_first: bool) -> None:
+    """A weight that was cast at one place and kept at another is written from the place that kept it, whichever comes first; it is
+    refused only where every place has lost something."""
+    source = save_tiny_llama(tmp_path / "source")
+    loaded = load_model(source, load=CPU)
+    delivery = next(d for d in loaded.plan.deliveries if d.tensor.name == "model.norm.weight")
+    kept = delivery.targets[0]
+    content = loaded.model.get_parameter(kept.param).detach()
+    assert not torch.equal(content.bfloat16().float(), content.add_(0.001))
+    save_file(load_file(source / "model.safetensors") | {"model.norm.weight": content}, source / "model.safetensors", {"format": "pt"})
+    loaded.model.register_parameter("narrow", nn.Parameter(content.bfloat16(), requires_grad=False))
+
+    def with_targets(*targets: Target) -> LoadedModel:
+        params = (*loaded.plan.params, ParamSpec("narrow", tuple(content.shape), "bfloat16", ()))
+        deliveries = tuple(replace(d, targets=targets) if d is delivery else d for d in loaded.plan.deliveries)
+        return replace(loaded, plan=replace(loaded.plan, params=params, deliveries=deliveries))
+
+    narrow = replace(kept, param="narrow")
+    out = export_checkpoint(with_targets(*((narrow, kept) if narrow_first else (kept, narrow))), tmp_path / "out")
+    assert digests(out) == digests(source)
+    with pytest.raises(PlanError, match=r"narrowed when it was loaded to narrow .*model.norm.weight"):
+        export_checkpoint(with_targets(narrow), tmp_path / "lost")
 
 
 def test_skipped_tensors_and_tied_heads_come_back(tmp_path: Path) -> None:
