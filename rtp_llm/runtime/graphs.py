@@ -164,13 +164,21 @@ class Decoding:
         return {"used": bool(self.sizes), "batch_sizes": list(self.sizes), "reason": self.reason or None}
 
 
-def decoding(model: Any, cache: PagedCache, *, graphs: bool = True) -> Decoding:
+def decoding(model: Any, cache: PagedCache, *, graphs: bool = True, longest: int | None = None) -> Decoding:
     """Records a pass for each size of batch that the cache may see, where that can be done and ``graphs`` are wanted.
+
+    ``longest``: the most new tokens that any sequence is to get, where that is known.  The first one of each is the prompt's, so
+    that answers of one token need no recording.
 
     Raises:
         torch.OutOfMemoryError: no memory for a recording, on one of several ranks.
     """
-    reason = unrecordable(model, cache.device) if graphs else "not asked for"
+    if not graphs:
+        reason = "not asked for"
+    elif longest == 1:
+        reason = "answers of one token take no decode step"
+    else:
+        reason = unrecordable(model, cache.device)
     if not reason:
         try:
             decoder = GraphDecoder(model, cache, batch_sizes(cache.size.slots), CudaCapture(cache.device))

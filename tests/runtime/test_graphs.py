@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from rtp_llm import LoadConfig, ParallelConfig, load_model
+from rtp_llm.cli import main
 from rtp_llm.kernels.paging import SAFE_PAGE, HostRows, PagedRows
 from rtp_llm.layers.cache import CacheSize, PagedCache
 from rtp_llm.loader.draft import draft
@@ -185,6 +187,29 @@ def test_where_nothing_can_be_recorded_it_is_said(tmp_path: Path) -> None:
     make_moe = tmp_path / "moe"
     latents.save("v3", make_moe)
     assert "experts are multiplied one by one" in unrecordable(load_model(make_moe, device="cpu").model, torch.device("cuda"))
+
+
+def test_answers_of_one_token_record_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the longest answer is the prompt's own token, a GPU's memory and time are left alone; from two tokens on it records."""
+    model: Any = load_model(save_tiny_llama(tmp_path), device="cpu").model
+    cache = model.cache_of(CacheSize(2, 2, 32))
+    monkeypatch.setattr(graphs, "unrecordable", lambda model, device: "")
+    monkeypatch.setattr(graphs, "CudaCapture", lambda device: call_again)
+    assert decoding(model, cache, longest=1).to_json() == {
+        "used": False,
+        "batch_sizes": [],
+        "reason": "answers of one token take no decode step",
+    }
+    assert decoding(model, cache, longest=2).sizes == decoding(model, cache).sizes == (1, 2)
+
+
+def test_the_command_knows_its_longest_answer(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--max_new_tokens 1`` is no matter of the device; with 2, the CPU is the reason again."""
+    for new, reason in ((1, "answers of one token take no decode step"), (2, "the device is cpu")):
+        arguments = ["generate", str(smollm2), "--raw", "--prompt", "1, 2,", "--max_new_tokens", str(new), "--device", "cpu", "--json"]
+        assert main(arguments) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["cuda_graphs"]["reason"] == reason and document["new_tokens"] == new
 
 
 def test_memory_that_is_short_leaves_plain_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def generate(
     output = output_of(context)
     model: Any = loaded.model
     cache = model.cache_of(task.cache_size(batch_size))
-    way = decoding(model, cache, graphs=cuda_graphs)
+    way = decoding(model, cache, graphs=cuda_graphs, longest=max(request.max_new_tokens for request in task.requests))
     generation = Generation(model, task.requests, cache, stop_ids=task.stop_ids, decoder=way.decoder)
     shown = not output.json and (sys.stdout.isatty() if stream is None else stream)
     answers = _run(generation, task, _Printer(task, output) if shown else None)
