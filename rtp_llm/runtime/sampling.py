@@ -18,6 +18,12 @@ MOST_SEED = 2**63 - 1
 _LEAST_TEMPERATURE = 1e-6
 
 
+#: Scores from which tokens are drawn at a time.  For each of them 40 bytes are held at the peak: float32 scores and sorted scores, the
+#: order (int64), and in float64 the probabilities and two of their sums.  So 168 MB, for 27 rows of a vocabulary of 152,000, which
+#: is work enough for a GPU.  A batch of hundreds of rows at once would take gigabytes that no check of memory has counted.
+MOST_SCORES = 1 << 22
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """``temperature`` 0 is greedy; else scores are divided by it, the ``top_k`` best are kept (0: all), and of these as few as
@@ -79,16 +85,25 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
     best = logits.argmax(dim=-1)
     if all(sampler.sampling.greedy for sampler in samplers):
         return [int(i) for i in best.tolist()]
-    ordered, order = remaining(logits, [sampler.sampling for sampler in samplers])
-    reached = ordered.cumsum(dim=-1)
+    # Of all rows before the first group, so that the order of a generator's numbers is that of rows.
     drawn = torch.tensor([[sampler.draw()] for sampler in samplers], dtype=torch.float64).to(logits.device)
+    samplings = [sampler.sampling for sampler in samplers]
+    rows = max(1, MOST_SCORES // logits.shape[-1])
+    groups = [slice(first, first + rows) for first in range(0, len(samplings), rows)]
+    tokens = torch.cat([_drawn(logits[group], samplings[group], drawn[group]) for group in groups])
+    greedy = torch.tensor([sampling.greedy for sampling in samplings]).to(logits.device)
+    return [int(i) for i in torch.where(greedy, best, tokens).tolist()]
+
+
+def _drawn(logits: torch.Tensor, samplings: Sequence[Sampling], drawn: torch.Tensor) -> torch.Tensor:
+    """Tokens ``[rows]``: those at which the random numbers ``drawn [rows, 1]``, in [0, 1), stand among the probabilities."""
+    ordered, order = remaining(logits, samplings)
+    reached = ordered.cumsum(dim=-1)
     place = torch.searchsorted(reached, drawn * reached[:, -1:], right=True)
     # A product that is rounded up to the whole sum would fall behind the last token that is left.
     # Of scores that are no numbers none is left, and a place before the first token would stop a GPU for good.
     place = torch.minimum(place, (ordered > 0).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)
-    tokens = order.gather(1, place)[:, 0]
-    greedy = torch.tensor([sampler.sampling.greedy for sampler in samplers]).to(logits.device)
-    return [int(i) for i in torch.where(greedy, best, tokens).tolist()]
+    return order.gather(1, place)[:, 0]
 
 
 def remaining(logits: torch.Tensor, samplings: Sequence[Sampling]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,5 +130,5 @@ def remaining(logits: torch.Tensor, samplings: Sequence[Sampling]) -> tuple[torc
     dropped = behind <= 1 - column([s.top_p for s in samplings], torch.float64)
     # The likeliest stays, whatever rounding makes of the sum before it.
     dropped[:, 0] = False
-    kept = probabilities.masked_fill(dropped, 0)
-    return kept / kept.sum(dim=-1, keepdim=True), order
+    probabilities.masked_fill_(dropped, 0)
+    return probabilities.div_(probabilities.sum(dim=-1, keepdim=True)), order

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from rtp_llm.errors import ConfigError
@@ -72,6 +76,52 @@ def test_rows_have_their_own_settings() -> None:
         tokens_drawn = choose(logits, samplers)
         assert tokens_drawn[0] == logits[0].argmax()
         assert tokens_drawn[2] in logits[2].topk(4).indices
+
+
+class Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the results of torch's operations while they live, and ``peak``, the most at any time.  A view holds its storage."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._holders: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._hold(storage.data_ptr(), storage.nbytes(), 1)
+                weakref.finalize(tensor, self._hold, storage.data_ptr(), storage.nbytes(), -1)
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _hold(self, storage: int, nbytes: int, more: int) -> None:
+        before = self._holders[storage]
+        self._holders[storage] += more
+        self.now += nbytes * (bool(self._holders[storage]) - bool(before))
+
+
+@pytest.mark.parametrize("scores_at_a_time", [4 * 2000 + 1, 3 * 2000, 1])
+def test_a_large_batch_is_drawn_in_groups(scores_at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows there are, what choosing takes is bounded, and tokens are those of all rows at once: mixed settings, one
+    generator for several rows, a vocabulary above the bound."""
+    rows, vocabulary = 50, 2000
+    logits = 3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(2))
+
+    def tokens() -> tuple[list[int], int]:
+        shared = Sampler(Sampling(1.2, top_p=0.999, seed=1))
+        ways = [Sampler(Sampling()), Sampler(Sampling(0.8, top_k=40, top_p=0.9, seed=5)), shared, shared, Sampler(Sampling(3.0, seed=2))]
+        with Held() as held:
+            return choose(logits, ways * (rows // len(ways))), held.peak
+
+    whole, most = tokens()
+    monkeypatch.setattr("rtp_llm.runtime.sampling.MOST_SCORES", scores_at_a_time)
+    assert most > 40 * rows * vocabulary
+    grouped, bounded = tokens()
+    assert grouped == whole
+    # Beside a group of rows there are the logits, which are sliced, and some numbers for each row.
+    assert bounded <= 40 * max(scores_at_a_time, vocabulary) + logits.nbytes + 200 * rows
 
 
 def test_draws_follow_the_probabilities() -> None:
