@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import enum
 import errno
 import mmap
 import os
+import resource
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rtp_llm import LoadConfig, ParallelConfig, load_model
-from rtp_llm.errors import CheckpointError
+from rtp_llm.errors import CheckpointError, TransportError
 from rtp_llm.loader import load as loading
 from rtp_llm.loader.choose import choose
 from rtp_llm.loader.draft import draft
@@ -143,6 +146,25 @@ print(found)
 """
     done = subprocess.run([sys.executable, "-c", script], env=child_env(), capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "3"), done.stderr
+
+
+@pytest.mark.parametrize(("limit", "told"), [((8 << 20, 8 << 20), "8388608 bytes"), ((-1, -1), "unlimited")])
+def test_memory_that_cannot_be_locked(limit: tuple[int, int], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's refusal reaches whoever asked for the work as one of our errors: how much, which limit holds, what to do."""
+    # No CPU has this call: it stands for a runtime that refuses every byte, behind torch's own check of what it returned.
+    error = enum.IntEnum("error", {"success": 0, "memory": 2})
+    runtime = SimpleNamespace(cudaError=error, cudaHostRegister=lambda *_: 2, cudaGetErrorString=lambda _: "out of memory")
+    monkeypatch.setattr(torch.cuda, "_cudart", runtime)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limit)
+    monkeypatch.setattr(Staging, "prepare", lambda staging: staging_module._Pinned(2 << 20))
+    with Team[int](CPU, 2, 64) as team, pytest.raises(TransportError) as caught:
+        team.work(lambda staging: 1)
+    (problem,) = caught.value.problems
+    assert problem.code == "LOCK_REFUSED" and "2097152 bytes" in str(problem.expected)
+    assert "out of memory (2)" in str(problem.actual) and f"ulimit -l) is {told}" in str(problem.actual)
+    assert "--reader_threads" in str(problem.fix) and "--buffer_mib" in str(problem.fix)
+    assert readers() == []
 
 
 def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:

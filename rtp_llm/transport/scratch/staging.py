@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import mmap
+import resource
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 
 import torch
+
+from rtp_llm.errors import Problem, TransportError
+from rtp_llm.transport.faults import TransportFault
 
 #: Pinned buffers a thread: one is read into while the other one's copy is on its way.
 CUDA_BUFFERS = 2
@@ -107,17 +111,38 @@ class _Pinned:
 
     Locking half a gigabyte takes 0.3 s by ``cudaHostAlloc`` and 0.04 s this way with 16 threads (measured on an H200),
     since there are 512 times fewer pages to lock and the threads zero them side by side.
+
+    Raises:
+        TransportError: ``LOCK_REFUSED``, where the memory cannot be locked.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.tensor = in_huge_pages(nbytes)
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(int(runtime.cudaHostRegister(self.tensor.data_ptr(), nbytes, 0)))
+        try:
+            torch.cuda.check_error(int(runtime.cudaHostRegister(self.tensor.data_ptr(), nbytes, 0)))
+        except torch.cuda.CudaError as error:
+            raise _refused(nbytes, error) from error
 
     def release(self) -> None:
         """Unlocks the memory; nothing may be copying from it."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(int(runtime.cudaHostUnregister(self.tensor.data_ptr())))
+
+
+def _refused(nbytes: int, error: torch.cuda.CudaError) -> TransportError:
+    # CUDA says "out of memory" whoever set the limit, be it the process's, a container's or the driver's own.
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
+    problem = Problem(
+        TransportFault.LOCK_REFUSED,
+        "a reader thread's buffers cannot be page-locked",
+        expected=f"{nbytes} bytes ({CUDA_BUFFERS} buffers), and as much for each other thread",
+        actual=f"cudaHostRegister: {error}; the process's own limit (RLIMIT_MEMLOCK, ulimit -l) is {limit}",
+        fix="take fewer --reader_threads or a smaller --buffer_mib; or raise the limit: ulimit -l, a container's memory and memlock"
+        " (docker run --ulimit memlock=-1), or that of the virtual machine",
+    )
+    return TransportError(problem)
 
 
 def in_huge_pages(nbytes: int) -> torch.Tensor:
