@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -17,12 +17,17 @@ from torch.nn import functional as F
 from rtp_llm.kernels.needs import Need, named
 from rtp_llm.kernels.paging import PAGE_SIZE, PagedRows
 
+#: Queries whose scores are there at once, where no kernel of torch computes them: float32, with 64 heads and 32,768 keys half a
+#: gibibyte, where those of all queries of such a prompt would take 256.
+_SINK_BLOCK = 64
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """Attention of ``heads`` query heads over ``kv_heads`` key and value heads of ``head_dim`` elements.
 
     ``window``: how many tokens a token sees, itself included; None for all.  Scores are multiplied by ``head_dim ** -0.5``.
+    ``sinks``: the softmax of each head has one score more, a parameter, that belongs to no token; see :func:`attend_with_sinks`.
     """
 
     heads: int
@@ -30,6 +35,7 @@ class AttentionCall:
     head_dim: int
     dtype: torch.dtype
     window: int | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,7 @@ class LatentCall:
     scale: float
     dtype: torch.dtype
     window: None = None
+    sinks: Literal[False] = False
 
 
 Call = AttentionCall | LatentCall
@@ -58,7 +65,8 @@ class AttentionNeed(Need):
     def text(self) -> str:
         call = self.call
         window = "" if call.window is None else f", each token seeing {call.window}"
-        return f"{self.op} of {call.heads} heads over {call.kv_heads} of {call.head_dim} {named(call.dtype)} elements{window}"
+        sinks = " with sinks" if call.sinks else ""
+        return f"{self.op}{sinks} of {call.heads} heads over {call.kv_heads} of {call.head_dim} {named(call.dtype)} elements{window}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +98,11 @@ class AttentionKernels(Protocol):
     def renew(self, plan: Any, call: Call, rows: PagedRows) -> None:
         """Makes the plan of fixed rows that of a later pass, in the tensors that it has."""
 
-    def attend(self, plan: Any, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, plan: Any, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """``q [tokens, heads, head_dim]`` of all rows, one behind the other, to ``[tokens, heads, head_dim]``; pages are ``[pages,
-        PAGE_SIZE, kv_heads, head_dim]``."""
+        PAGE_SIZE, kv_heads, head_dim]``.  ``sinks [heads]`` are there exactly if the call has them."""
 
 
 class LatentKernels(Protocol):
@@ -109,6 +119,32 @@ class LatentKernels(Protocol):
     ) -> torch.Tensor:
         """``q_latent [tokens, heads, latent_dim]`` and ``q_rope [tokens, heads, rope_dim]`` to ``[tokens, heads, latent_dim]``; pages
         are ``[pages, PAGE_SIZE, latent_dim]`` and ``[pages, PAGE_SIZE, rope_dim]``."""
+
+
+def attend_with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, scale: float, seen: torch.Tensor | None
+) -> torch.Tensor:
+    """``q [rows, heads, tokens, dim]``, ``k`` and ``v [rows, kv_heads, keys, dim]`` to ``[rows, heads, tokens, dim]``.
+
+    ``sinks [heads]`` are one score more for each query, which takes its share of the softmax and has no value (gpt-oss, 2025,
+    arXiv:2508.10925; StreamingLLM, 2023, arXiv:2309.17453, has the idea).  ``seen``: ``bool [rows or 1, 1, tokens,
+    keys]``; None: all keys.  Products are in the dtype of ``q``, the softmax in float32 or wider.
+    """
+    rows, heads, tokens, dim = q.shape
+    kv_heads, wide = k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    sink, turned = sinks.to(wide)[:, None, None], k.transpose(2, 3)
+    out = []
+    for block in (slice(start, start + _SINK_BLOCK) for start in range(0, tokens, _SINK_BLOCK)):
+        # The heads that share a key are queries of one head, so that no key is repeated.
+        shared = q[:, :, block].reshape(rows, kv_heads, -1, dim)
+        scores = (shared @ turned).to(wide).mul_(scale).view(rows, heads, -1, k.shape[2])
+        if seen is not None:
+            scores.masked_fill_(~seen[:, :, block], float("-inf"))
+        most = torch.maximum(scores.amax(dim=-1, keepdim=True), sink)
+        weights = scores.sub_(most).exp_()
+        weights /= weights.sum(dim=-1, keepdim=True) + (sink - most).exp_()
+        out.append((weights.to(v.dtype).view(rows, kv_heads, -1, v.shape[2]) @ v).view(rows, heads, -1, v.shape[3]))
+    return torch.cat(out, dim=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +170,13 @@ class TorchPlan:
         # index_select copies a token's values as one; indexing by a matrix goes element by element.
         return pages.flatten(0, 1).index_select(0, self.index.flatten()).view(*self.index.shape, *pages.shape[2:])
 
-    def sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """``q [tokens, heads, dim]``, ``k`` and ``v [rows, keys, kv_heads, dim]`` to ``[tokens, heads, dim of v]``."""
         rows, kv_heads = len(self.index), k.shape[2]
         q, k, v = q.reshape(rows, -1, *q.shape[1:]).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if sinks is not None:
+            assert not self.causal, "a plan of a call with sinks has a mask"
+            return attend_with_sinks(q, k, v, sinks, self.scale, self.mask).transpose(1, 2).flatten(0, 1)
         if self.causal:
             # Kernels for this repeat no keys, and need no mask.
             shared = q.shape[1] != kv_heads
@@ -163,7 +202,7 @@ class TorchAttention:
         index = torch.where(position < rows.lengths[:, None], index, index[:, :1])
         scale = call.scale if isinstance(call, LatentCall) else call.head_dim**-0.5
         open_window = window is None or window >= rows.keys
-        if not rows.fixed and open_window and set(host.lengths) == {host.tokens}:
+        if not rows.fixed and open_window and not call.sinks and set(host.lengths) == {host.tokens}:
             return TorchPlan(index, None, host.tokens > 1, scale)
         if not rows.fixed and open_window and host.tokens == 1 and len(set(host.lengths)) == 1:
             return TorchPlan(index, None, False, scale)
@@ -180,8 +219,10 @@ class TorchAttention:
         plan.index.copy_(later.index)
         plan.mask.copy_(later.mask)
 
-    def attend(self, plan: TorchPlan, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Tensor:
-        return plan.sdpa(q, plan.gather(k_pages), plan.gather(v_pages))
+    def attend(
+        self, plan: TorchPlan, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return plan.sdpa(q, plan.gather(k_pages), plan.gather(v_pages), sinks)
 
     def attend_latent(
         self, plan: TorchPlan, q_latent: torch.Tensor, q_rope: torch.Tensor, latent_pages: torch.Tensor, rope_pages: torch.Tensor

@@ -242,7 +242,10 @@ class FlashInferAttention:
             kv_data_type=call.dtype,
         )
 
-    def attend(self, plan: _Wrapped, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, plan: _Wrapped, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert sinks is None, "refused by _limit"
         out: torch.Tensor = plan.wrapper.run(q=q.contiguous(), paged_kv_cache=(k_pages, v_pages))
         return out
 
@@ -319,6 +322,8 @@ def _partial_bytes(call: AttentionCall, rows: int, processors: int) -> int:
 
 def _limit(need: AttentionNeed) -> str:
     call = need.call
+    if call.sinks:
+        return "attention with sinks, which these kernels of it do not have"
     if call.head_dim not in _HEADS:
         return f"heads of {call.head_dim} elements, where there is {', '.join(map(str, _HEADS))}"
     if call.heads > call.kv_heads * _TILE:

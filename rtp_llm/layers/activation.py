@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -99,3 +100,21 @@ class Gate:
             return kernels.silu_and_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return self._act(gate) * up
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """gpt-oss's gate (2025, arXiv:2508.10925) of columns that alternate, gate before up: ``(up + 1) * gate * sigmoid(alpha * gate)``,
+    where ``gate`` is at most ``limit`` and ``up`` within it on both sides."""
+
+    alpha: float
+    limit: float
+
+    def needs(self, dtype: torch.dtype, size: int) -> Iterator[GateNeed]:
+        """Nothing: there is no kernel for it."""
+        return iter(())
+
+    def __call__(self, kernels: Kernels, gate_up: torch.Tensor) -> torch.Tensor:
+        """``gate_up [..., 2 n] -> [..., n]``."""
+        gate, up = gate_up[..., 0::2].clamp(max=self.limit), gate_up[..., 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))

@@ -7,17 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from rtp_llm.kernels.attention import AttentionCall, AttentionNeed, AttentionUser, Call
+from rtp_llm.kernels.attention import AttentionCall, AttentionNeed, AttentionUser, Call, attend_with_sinks
 from rtp_llm.kernels.interface import KernelUser
 from rtp_llm.kernels.needs import Need, RotaryNeed
 from rtp_llm.kernels.paging import PagedRows
 from rtp_llm.kernels.torch_kernels import RotaryTables
+from rtp_llm.layers.base import Planned
 from rtp_llm.layers.cache import CacheShape, PagedCache
 from rtp_llm.layers.linear import QKVParallelLinear, RowParallelLinear
 from rtp_llm.layers.norm import RMSNorm
 from rtp_llm.parallel.groups import TensorParallel
+from rtp_llm.parallel.shard import even
+from rtp_llm.plan.pieces import Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,8 @@ class Step:
 class AttentionShape:
     """Sizes of one attention block, over all ranks; ``norm_eps`` asks for RMS norms on each query and key head.
 
-    ``rotary_dim``: the elements of a head that are turned; None where nothing is.
+    ``rotary_dim``: the elements of a head that are turned; None where nothing is.  ``sinks``: each query head has a learnt score
+    that takes its share of the softmax and stands for no token.
     """
 
     hidden_size: int
@@ -72,10 +77,27 @@ class AttentionShape:
     output_bias: bool = False
     norm_eps: float | None = None
     rotary_dim: int | None = None
+    sinks: bool = False
+
+
+class Sinks(Planned):
+    """The sinks of this rank's query heads.  Parameter: ``weight [heads / tp]``, which the slot ``slot`` fills."""
+
+    weight: nn.Parameter
+
+    def __init__(self, slot: str, heads: int, *, tp: TensorParallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.slot, self.heads = slot, heads
+        self.span = even(heads, tp.size, tp.rank)
+        self.declare("weight", (self.span[1] - self.span[0],), dtype)
+
+    def tiles(self) -> dict[str, tuple[Piece, ...]]:
+        return {"weight": (Piece(self.slot, (self.heads,), (self.span,), ((0, self.span[1] - self.span[0]),)),)}
 
 
 class Attention(KernelUser, AttentionUser):
-    """``x [batch, seq, hidden] -> [batch, seq, hidden]``; slots ``{slot}.q``, ``.k``, ``.v``, ``.o``, ``.q_norm``, ``.k_norm``.
+    """``x [batch, seq, hidden] -> [batch, seq, hidden]``; slots ``{slot}.q``, ``.k``, ``.v``, ``.o``, ``.q_norm``, ``.k_norm``,
+    ``.sinks``.
 
     ``window``: how many tokens a token sees, itself included; None for all.  ``layer`` is the place in the KV cache.
     """
@@ -95,8 +117,9 @@ class Attention(KernelUser, AttentionUser):
         eps = shape.norm_eps
         self.q_norm = None if eps is None else RMSNorm(f"{slot}.q_norm", shape.head_dim, eps, dtype=dtype)
         self.k_norm = None if eps is None else RMSNorm(f"{slot}.k_norm", shape.head_dim, eps, dtype=dtype)
+        self.sinks = Sinks(f"{slot}.sinks", shape.heads, tp=tp, dtype=dtype) if shape.sinks else None
         self.rotary_dim = shape.rotary_dim
-        self.call = AttentionCall(self.qkv.heads, self.qkv.kv_heads, shape.head_dim, dtype, window)
+        self.call = AttentionCall(self.qkv.heads, self.qkv.kv_heads, shape.head_dim, dtype, window, shape.sinks)
 
     def kernel_needs(self) -> Iterator[Need]:
         # Encoders turn nothing and have no cache.
@@ -119,8 +142,9 @@ class Attention(KernelUser, AttentionUser):
         if step.paged is None:
             seen = self._whole(q, k, v, len(x), step.masks[self.window])
         else:
-            pages = step.paged.cache.write(self.layer, step.paged.rows, k, v)
-            seen = self.attention.attend(step.paged.plans[self.call], q, *pages)
+            k_pages, v_pages = step.paged.cache.write(self.layer, step.paged.rows, k, v)
+            sinks = None if self.sinks is None else self.sinks.weight
+            seen = self.attention.attend(step.paged.plans[self.call], q, k_pages, v_pages, sinks)
         out: torch.Tensor = self.o(seen.flatten(1).unflatten(0, x.shape[:2]))
         return out
 
@@ -128,5 +152,11 @@ class Attention(KernelUser, AttentionUser):
         """Attention among the tokens of the pass alone."""
         shared = self.qkv.heads != self.qkv.kv_heads
         q, k, v = (part.unflatten(0, (batch, -1)).transpose(1, 2) for part in (q, k, v))
+        if self.sinks is not None:
+            tokens = q.shape[2]
+            # A causal mask of no tensor is one for kernels; here somebody has to say it.
+            shown = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril() if mask.causal else mask.tensor
+            shown = None if shown is None else shown[None, None]
+            return attend_with_sinks(q, k, v, self.sinks.weight, self.head_dim**-0.5, shown).transpose(1, 2).flatten(0, 1)
         seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.tensor, is_causal=mask.causal, enable_gqa=shared)
         return seen.transpose(1, 2).flatten(0, 1)

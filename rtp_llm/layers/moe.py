@@ -12,14 +12,14 @@ from torch.nn import functional as F
 
 from rtp_llm.kernels.interface import KernelUser
 from rtp_llm.kernels.needs import GateNeed
-from rtp_llm.layers.activation import Gate
+from rtp_llm.layers.activation import ClampedGate, Gate
 from rtp_llm.layers.linear import ReplicatedLinear
 from rtp_llm.layers.mlp import GatedMLP
 from rtp_llm.layers.quantised import Quantisable
 from rtp_llm.layers.router import Router, Routing
 from rtp_llm.parallel.experts import replicas
 from rtp_llm.parallel.groups import Groups
-from rtp_llm.parallel.shard import even
+from rtp_llm.parallel.shard import Span, even
 from rtp_llm.plan.boxes import Shape
 from rtp_llm.plan.making import Made
 from rtp_llm.plan.pieces import ExpertSlots, Fill, Piece
@@ -29,6 +29,8 @@ from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Matrix, TensorForm,
 _grouped_mm = getattr(F, "grouped_mm", None)
 #: How a plain weight lies in its parameter (the dtype is the parameter's own).
 _PLAIN = TensorForm("weight", "", (Along(ROWS), Along(COLUMNS)))
+#: The same of a bias.
+_BIAS = TensorForm("bias", "", (Along(ROWS),))
 #: What that takes, and the alignment in bytes that it asks of rows.
 _GROUPED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _GROUPED_ALIGNMENT = 16
@@ -42,6 +44,8 @@ class MoEShape:
 
     ``intermediate_size`` is that of one expert; ``shared_size`` that of all shared experts together (they are one MLP),
     None where there are none; ``shared_gate``: a sigmoid gate scales what they give.
+    ``alternating``: rows of gate and up take turns in one matrix, of which this is the activation (``act`` is not used then).
+    ``bias``: experts have biases.
     """
 
     hidden_size: int
@@ -50,13 +54,15 @@ class MoEShape:
     routing: Routing
     shared_size: int | None = None
     shared_gate: bool = False
+    alternating: ClampedGate | None = None
+    bias: bool = False
 
 
 class MoE(nn.Module):
     """``x [batch, seq, hidden] -> [batch, seq, hidden]``: the chosen experts' weighted sum, plus the shared experts.
 
-    Slots: ``layers.{l}.router.weight`` (and ``.bias``), ``layers.{l}.experts.{e}.{gate,up,down}.weight``,
-    ``layers.{l}.shared.{gate,up,down}.weight``, ``layers.{l}.shared_gate.weight``.
+    Slots: ``layers.{l}.router.weight`` (and ``.bias``), ``layers.{l}.experts.{e}.{gate,up,down}.weight`` (and ``.bias``; ``gate_up``
+    for both where they alternate), ``layers.{l}.shared.{gate,up,down}.weight``, ``layers.{l}.shared_gate.weight``.
     """
 
     def __init__(self, layer: int, shape: MoEShape, *, groups: Groups, dtype: torch.dtype) -> None:
@@ -85,12 +91,16 @@ class MoE(nn.Module):
 class Experts(Quantisable, KernelUser):
     """This rank's shards of its experts, and what they add to the sum over all ranks.
 
-    Parameters: ``gate_up [local experts, 2 * intermediate / tp, hidden]`` (gate above up) and
+    Parameters: ``gate_up [local experts, 2 * intermediate / tp, hidden]`` (gate above up, or their rows in turn) and
     ``down [local experts, hidden, intermediate / tp]``; in place of each the tensors of a quantisation scheme, once adopted.
+    With biases ``gate_up_bias [local experts, 2 * intermediate / tp]`` and ``down_bias [local experts, hidden]``: the latter whole
+    on every rank, of which the first of a tensor-parallel group adds it, so that the sum has it once.
     """
 
     gate_up: nn.Parameter
     down: nn.Parameter
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
 
     def __init__(self, layer: int, shape: MoEShape, *, groups: Groups, dtype: torch.dtype) -> None:
         super().__init__()
@@ -98,46 +108,65 @@ class Experts(Quantisable, KernelUser):
         self.count = shape.routing.experts
         self.hidden_size = shape.hidden_size
         self.intermediate_size = shape.intermediate_size
-        self.act = Gate(shape.act)
+        self.act: Gate | ClampedGate = shape.alternating or Gate(shape.act)
+        self.bias = shape.bias
+        self.first = groups.tp.rank == 0
         self.dtype = dtype
+        outward = {"gate_up": 2} if shape.alternating else {"gate": 1, "up": 1}
+        #: The full shape of each matrix of an expert.
+        self.shapes: dict[str, tuple[int, int]] = {part: (n * shape.intermediate_size, shape.hidden_size) for part, n in outward.items()}
+        self.shapes["down"] = (shape.hidden_size, shape.intermediate_size)
         self.span = even(shape.intermediate_size, groups.tp.size, groups.tp.rank)
         self.owners = groups.ep.held(layer, self.count)
         self.rank = groups.ep.rank
         local, width = len(self.owners[self.rank]), self.span[1] - self.span[0]
         self.declare("gate_up", (local, 2 * width, shape.hidden_size), dtype)
         self.declare("down", (local, shape.hidden_size, width), dtype)
+        if shape.bias:
+            self.declare("gate_up_bias", (local, 2 * width), dtype)
+            self.declare("down_bias", (local, shape.hidden_size), dtype)
+        else:
+            self.gate_up_bias = self.down_bias = None
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def kernel_needs(self) -> Iterator[GateNeed]:
         return self.act.needs(self.dtype, self.span[1] - self.span[0])
 
     def weights(self) -> dict[str, tuple[Matrix, ...]]:
-        hidden, outward = (0, self.hidden_size), (self.intermediate_size, self.hidden_size)
-        gate_up: list[Matrix] = []
-        down: list[Matrix] = []
+        found: dict[str, list[Matrix]] = {"gate_up": [], "down": []}
         for place, expert in enumerate(self.owners[self.rank]):
-            slot = f"layers.{self.layer}.experts.{expert}"
-            gate_up += [Matrix(f"{slot}.{part}", outward, self.span, hidden, place) for part in ("gate", "up")]
-            down.append(Matrix(f"{slot}.down", outward[::-1], hidden, self.span, place))
-        return {"gate_up": tuple(gate_up), "down": tuple(down)}
+            for part, full in self.shapes.items():
+                slot = f"layers.{self.layer}.experts.{expert}.{part}"
+                found[_attribute(part)].append(Matrix(slot, full, *self._spans(part), place))
+        return {attribute: tuple(matrices) for attribute, matrices in found.items()}
+
+    def _spans(self, part: str) -> tuple[Span, Span]:
+        """The rows and columns of a part that this rank holds."""
+        if part == "down":
+            return (0, self.hidden_size), self.span
+        # Rows of gate and up that take turns are divided in pairs.
+        each = self.shapes[part][0] // self.intermediate_size
+        return (each * self.span[0], each * self.span[1]), (0, self.hidden_size)
 
     def tiles(self) -> dict[str, tuple[Piece | Fill | Made, ...]]:
-        plain = {name: lay(_PLAIN, matrices).tiles for name, matrices in self.weights().items() if name not in self.held}
-        return plain | self.held_tiles()
+        weights = self.weights()
+        plain = {name: lay(_PLAIN, matrices).tiles for name, matrices in weights.items() if name not in self.held}
+        biases = {f"{name}_bias": lay(_BIAS, matrices).tiles for name, matrices in weights.items() if self.bias}
+        return plain | biases | self.held_tiles()
 
     def experts(self) -> ExpertSlots:
-        outward, inward = (self.intermediate_size, self.hidden_size), (self.hidden_size, self.intermediate_size)
-        shapes = {"gate": ("gate_up", outward), "up": ("gate_up", outward), "down": ("down", inward)}
         parts = tuple(
-            (f"{part}.{name}", full, dtype)
-            for part, (attribute, shape) in shapes.items()
-            for name, full, dtype in self._tensors_of(attribute, Matrix("", shape, (0, shape[0]), (0, shape[1])))
+            (f"{part}.{name}", shape, dtype)
+            for part, full in self.shapes.items()
+            for name, shape, dtype in self._tensors_of(_attribute(part), Matrix("", full, (0, full[0]), (0, full[1])))
         )
         at = f"layers.{self.layer}"
         return ExpertSlots(self.layer, f"{at}.experts", f"{at}.router", self.count, parts, self.owners)
 
     def _tensors_of(self, attribute: str, matrix: Matrix) -> Iterator[tuple[str, Shape, str]]:
-        """Name, full shape and dtype of each tensor that one whole matrix is stored as."""
+        """Name, full shape and dtype of each tensor that one whole matrix is stored as, its bias included."""
+        if self.bias:
+            yield "bias", matrix.shape[:1], str(self.dtype).removeprefix("torch.")
         held = self.held.get(attribute)
         if held is None or held.made:
             dtype = "float32" if held is not None else str(getattr(self, attribute).dtype).removeprefix("torch.")
@@ -156,8 +185,12 @@ class Experts(Quantisable, KernelUser):
         places = self._places(chosen)
         by_place, order = places.flatten().sort(stable=True)
         ends = torch.searchsorted(by_place, torch.arange(local, device=x.device), right=True, out_int32=True)
-        rows = x[order // chosen.shape[-1]]
-        rows = self._products(self.act(self.kernels, self._products(rows, "gate_up", ends)), "down", ends)
+        rows = self._products(x[order // chosen.shape[-1]], "gate_up", ends)
+        if self.gate_up_bias is not None:
+            rows = rows + self.gate_up_bias[by_place.clamp(max=local - 1)]
+        rows = self._products(self.act(self.kernels, rows), "down", ends)
+        if self.down_bias is not None and self.first:
+            rows = rows + self.down_bias[by_place.clamp(max=local - 1)]
         by_token = torch.empty_like(rows)
         by_token[order] = rows
         # Rows of no run hold anything, even NaN, which a weight of zero would not undo.
@@ -203,6 +236,11 @@ class Experts(Quantisable, KernelUser):
         most = max(map(len, copies))
         rows = [[c.place if c.rank == self.rank else local for c in of] + [local] * (most - len(of)) for of in copies]
         return torch.tensor(rows, device=device), torch.tensor([len(of) for of in copies], device=device)
+
+
+def _attribute(part: str) -> str:
+    """The weight that a matrix of an expert is a part of."""
+    return "down" if part == "down" else "gate_up"
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Which experts a token goes to, and with what weight.
 
-- *greedy*: the best of all (Shazeer et al., 2017, arXiv:1701.06538), as Mixtral and Qwen do it.
+- *greedy*: the best of all (Shazeer et al., 2017, arXiv:1701.06538), as Mixtral and Qwen do it.  The softmax of the chosen logits
+  alone (gpt-oss) is the same as that of all, renormalised.
 - *group-limited* (DeepSeek-V2, arXiv:2405.04434): the best of those groups of experts whose best expert is best.
 - *noaux_tc* (DeepSeek-V3, arXiv:2412.19437): sigmoid scores; a learnt bias is added for the choice alone; a group counts
   as much as its best two.
@@ -36,6 +37,7 @@ class Routing:
     corrected: a float32 bias for each expert is added to the scores for the choice, not for the weights.
     renormalise: the chosen weights are divided by their sum (plus ``epsilon``); then ``scale`` multiplies them.
     wide: logits are computed, and the router's weight is kept, in float32; else in the model's dtype.
+    biased: the logits themselves have a bias, of the weight's dtype; not together with ``corrected``.
     """
 
     experts: int
@@ -49,8 +51,10 @@ class Routing:
     epsilon: float = 0.0
     scale: float = 1.0
     wide: bool = False
+    biased: bool = False
 
     def __post_init__(self) -> None:
+        assert not (self.biased and self.corrected), "one slot, and two meanings"
         problems = list(unroutable(self.experts, self.top_k, self.groups, self.top_groups, self.best_two))
         assert not problems, problems
 
@@ -105,8 +109,8 @@ def _eligible(choice: torch.Tensor, routing: Routing) -> torch.Tensor:
 class Router(Planned):
     """``x [tokens, hidden]`` to weights and experts, ``[tokens, top_k]``; whole on every rank.
 
-    Parameters: ``weight [experts, hidden]`` and, where the routing is corrected, ``bias [experts]``, which is float32
-    whatever the model's dtype: in bfloat16 its steps are as large as the differences between experts.
+    Parameters: ``weight [experts, hidden]`` and, where the routing is biased or corrected, ``bias [experts]``.  A correction is
+    float32 whatever the model's dtype: in bfloat16 its steps are as large as the differences between experts.
     """
 
     weight: nn.Parameter
@@ -116,9 +120,10 @@ class Router(Planned):
         super().__init__()
         self.slot = slot
         self.routing = routing
-        self.declare("weight", (routing.experts, hidden_size), torch.float32 if routing.wide else dtype)
-        if routing.corrected:
-            self.declare("bias", (routing.experts,), torch.float32)
+        own = torch.float32 if routing.wide else dtype
+        self.declare("weight", (routing.experts, hidden_size), own)
+        if routing.corrected or routing.biased:
+            self.declare("bias", (routing.experts,), torch.float32 if routing.corrected else own)
         else:
             self.bias = None
 
@@ -129,7 +134,8 @@ class Router(Planned):
         }
 
     def exact(self) -> frozenset[str]:
-        return frozenset({"bias"})
+        return frozenset({"bias"}) if self.routing.corrected else frozenset()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return route(F.linear(x.float() if self.routing.wide else x, self.weight), self.routing, self.bias)
+        added, correction = (self.bias, None) if self.routing.biased else (None, self.bias)
+        return route(F.linear(x.float() if self.routing.wide else x, self.weight, added), self.routing, correction)

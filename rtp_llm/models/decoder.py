@@ -27,6 +27,7 @@ class DecoderConfig:
     """A dense decoder.  ``windows`` has one entry a layer: how many tokens a token sees, itself included; None for all.
 
     ``tied``: the embedding's weight is the head's too.  ``norm_eps`` is that of all norms, those of heads included.
+    ``sinks``: each head of each layer has one.
     """
 
     vocab_size: int
@@ -45,6 +46,7 @@ class DecoderConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     head_norms: bool = False
+    sinks: bool = False
 
     @property
     def layers(self) -> int:
@@ -63,6 +65,7 @@ class DecoderConfig:
             output_bias=self.output_bias,
             norm_eps=self.norm_eps if self.head_norms else None,
             rotary_dim=self.rope.dim,
+            sinks=self.sinks,
         )
 
 
@@ -171,6 +174,7 @@ def decoder_config(
     output_bias: bool = False,
     mlp_bias: bool = False,
     head_norms: bool = False,
+    sinks: bool = False,
 ) -> DecoderConfig:
     """The common fields and a family's own, as one configuration."""
     return DecoderConfig(
@@ -190,6 +194,7 @@ def decoder_config(
         output_bias=output_bias,
         mlp_bias=mlp_bias,
         head_norms=head_norms,
+        sinks=sinks,
     )
 
 

@@ -94,6 +94,7 @@ def read_routing(
     scale: float | None = None,
     scoring: Literal["softmax", "sigmoid"] | None = None,
     wide: bool = False,
+    biased: bool = False,
     fields: RoutingFields = RoutingFields(),
 ) -> Routing:
     """A routing by ``method``; numbers are the defaults of its fields.
@@ -128,6 +129,7 @@ def read_routing(
         epsilon=RENORMALISE_EPSILON if corrected and renormalise else 0.0,
         scale=factor,
         wide=wide,
+        biased=biased,
     )
 
 
@@ -197,7 +199,7 @@ def moe_rules(moe: MoEConfig, *names: MoENames) -> tuple[AnyRule, ...]:
 
 def _moe_rules(shape: MoEShape, names: MoENames) -> Iterable[AnyRule]:
     yield Rule(f"{names.at}.{names.router}", "layers.{}.router.weight")
-    if shape.routing.corrected:
+    if shape.routing.corrected or shape.routing.biased:
         yield Rule(f"{names.at}.{names.bias}", "layers.{}.router.bias")
     if shape.shared_size is not None:
         for part in ("gate", "up", "down"):

@@ -42,6 +42,7 @@ FAMILIES: tuple[Family, ...] = register(
         Family("deepseek_v32", "causal", ("DeepseekV32ForCausalLM",), "rtp_llm.models.deepseek_v32", _EXPERTS),
         Family("glm4_moe", "causal", ("Glm4MoeForCausalLM",), "rtp_llm.models.glm4_moe", _EXPERTS),
         Family("glm4_moe_lite", "causal", ("Glm4MoeLiteForCausalLM",), "rtp_llm.models.glm4_moe_lite", _EXPERTS),
+        Family("gpt_oss", "causal", ("GptOssForCausalLM",), "rtp_llm.models.gpt_oss", _EXPERTS),
         Family("kimi_linear", "causal", ("KimiLinearForCausalLM",), "rtp_llm.models.kimi_linear", _EXPERTS),
         Family("llama", "causal", ("LlamaForCausalLM",), "rtp_llm.models.llama"),
         Family("mistral", "causal", ("MistralForCausalLM",), "rtp_llm.models.mistral"),

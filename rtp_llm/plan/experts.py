@@ -20,6 +20,9 @@ from rtp_llm.plan.rules import AnyRule, Misfit, Provision, Rule, Skip, template
 _SLOT = "layers.{}.experts.{}"
 #: The matrices of one expert, as slots name them.
 _PARTS = ("gate", "up", "down")
+#: The dimensions of tensors beside stacked weights that do not lie as the weights do: experts come first, then rows, whether or not
+#: the weights are transposed (biases; blocks and scales of gpt-oss's MXFP4).
+_BESIDE: Mapping[str, int] = {"bias": 2, "blocks": 4, "scales": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,8 @@ class ExpertNames:
 
     ``transposed``: the orientation of *stacked* tensors, which their shape cannot tell where sizes happen to be equal.
     Plain is ``[experts, out, in]``, that is gate_up ``[E, 2I, H]`` and down ``[E, H, I]``; transposed is ``[experts, in, out]``.
+    ``alternating``: in ``{gate_up}`` rows of gate and up take turns, and stay so (gpt-oss); there are stacks alone then, with biases
+    ``{gate_up}_bias [E, 2I]`` and ``{down}_bias [E, H]``.
     """
 
     at: str
@@ -40,6 +45,7 @@ class ExpertNames:
     down: str = "down_proj"
     gate_up: str = "gate_up_proj"
     transposed: bool = False
+    alternating: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,7 @@ class StackedRule:
     """A tensor that holds ``parts`` of all ``count`` experts of a layer: ``[count, rows of all parts, columns]``, or with the
     last two dimensions exchanged where ``transposed``.  The parts stand one above another and have equally many rows.
 
-    ``tensor``: which of a part's tensors it holds, its weights or what stands beside quantised ones.
+    ``tensor``: which of a part's tensors it holds, its weights or what stands beside them; ``dims``: of the tensor.
     """
 
     raw: str
@@ -55,22 +61,25 @@ class StackedRule:
     count: int
     transposed: bool = False
     tensor: str = "weight"
+    dims: int = 3
 
     @property
     def slots(self) -> tuple[str, ...]:
         return tuple(f"{_SLOT}.{part}.{self.tensor}" for part in self.parts)
 
     def beside(self, tensor: str) -> StackedRule:
-        """The rule for the ``tensor`` beside quantised weights: ``gate_up_proj_scale_inv`` as transformers calls the scales of
-        blocks, else the whole name behind the weights'."""
-        return replace(self, raw=f"{self.raw}_{'scale_inv' if tensor == 'weight_scale_inv' else tensor}", tensor=tensor)
+        """The rule for the ``tensor`` beside weights: ``gate_up_proj_scale_inv`` as transformers calls the scales of blocks, else
+        the whole name behind the weights'."""
+        raw, dims = f"{self.raw}_{'scale_inv' if tensor == 'weight_scale_inv' else tensor}", _BESIDE.get(tensor)
+        return replace(self, raw=raw, tensor=tensor, transposed=self.transposed and dims is None, dims=dims or 3)
 
     def misfit(self, shape: Shape) -> Misfit | None:
         size = "size" if len(self.parts) == 1 else f"{len(self.parts)} * size"
-        expected = f"[{self.count} experts, {'in, ' + size if self.transposed else size + ', in'}]"
-        if len(shape) == 3 and shape[0] != self.count:
+        rest = {2: size, 3: f"{size}, in", 4: f"{size}, blocks, bytes"}[self.dims]
+        expected = f"[{self.count} experts, {'in, ' + size if self.transposed else rest}]"
+        if len(shape) == self.dims and shape[0] != self.count:
             return Misfit(PlanFault.EXPERT_COUNT, f"holds {shape[0]} experts, and config.json says {self.count}", expected)
-        if len(shape) != 3 or shape[2 if self.transposed else 1] % len(self.parts):
+        if len(shape) != self.dims or shape[2 if self.transposed else 1] % len(self.parts):
             return Misfit(PlanFault.SOURCE_UNCOVERED, "does not have the form of stacked experts", expected)
         return None
 
@@ -92,6 +101,11 @@ def expert_rules(count: int, *names: ExpertNames) -> tuple[AnyRule, ...]:
 
 def _rules(count: int, names: ExpertNames) -> Iterator[AnyRule]:
     raw = {"gate": names.gate, "up": names.up, "down": names.down}
+    if names.alternating:
+        for name, part in ((names.gate_up, "gate_up"), (names.down, "down")):
+            rule = StackedRule(f"{names.at}.{name}", (part,), count, names.transposed)
+            yield from (rule, rule.beside("bias"))
+        return
     for part in _PARTS:
         yield Rule(f"{names.at}.{{}}.{raw[part]}.weight", f"{_SLOT}.{part}.weight")
     stacked = [(names.gate_up, ("gate", "up")), *((raw[part], (part,)) for part in _PARTS)]
@@ -126,6 +140,7 @@ def expert_layouts(mapping: rules.Mapping, names: Iterable[str]) -> dict[tuple[i
     """
     stacked: dict[tuple[int, str], set[str]] = {}
     single: dict[tuple[int, str], set[str]] = {}
+    parts_of = {"gate_up": _WEIGHTS["gate_up"], **{part: frozenset({part}) for part in _PARTS}}
     weight_of = {part: weight for weight, parts in _WEIGHTS.items() for part in parts}
     for name in names:
         key, numbers = template(name)
@@ -134,8 +149,7 @@ def expert_layouts(mapping: rules.Mapping, names: Iterable[str]) -> dict[tuple[i
             continue
         found = stacked if isinstance(rule, StackedRule) else single
         for slot in rule.slots:
-            part = slot.split(".")[4]
-            if part in weight_of:
+            for part in parts_of.get(slot.split(".")[4], ()):
                 found.setdefault((numbers[0], weight_of[part]), set()).add(part)
     return {key: _layout(_WEIGHTS[key[1]], stacked.get(key, set()), single.get(key, set())) for key in sorted({*stacked, *single})}
 

@@ -45,7 +45,9 @@ def laid(rows: PagedRows, *shape: int) -> tuple[torch.Tensor, list[torch.Tensor]
     return pages, each
 
 
-def defined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, scale: float) -> torch.Tensor:
+def defined(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, scale: float, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """One row, one query and one head at a time: the queries are the last of the tokens."""
     out = torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=F64)
     group = q.shape[1] // k.shape[1]
@@ -54,7 +56,9 @@ def defined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | Non
         seen = slice(max(0, at + 1 - (window or len(k))), at + 1)
         for h in range(q.shape[1]):
             scores = (k[seen, h // group] @ q[t, h]) * scale
-            out[t, h] = scores.softmax(-1) @ v[seen, h // group]
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[h, None]))
+            out[t, h] = scores.softmax(-1)[: len(v[seen])] @ v[seen, h // group]
     return out
 
 
@@ -62,15 +66,29 @@ def defined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | Non
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("window", [None, 3, 18])
 @pytest.mark.parametrize("fixed", [False, True])
-def test_torch_attends_as_defined(past: tuple[int, ...], tokens: int, window: int | None, fixed: bool) -> None:
-    """Grouped heads, windows, rows of all lengths, over the ends of pages; nothing but a row's own tokens is looked at."""
+@pytest.mark.parametrize("sunk", [False, True], ids=["", "sinks"])
+def test_torch_attends_as_defined(past: tuple[int, ...], tokens: int, window: int | None, fixed: bool, sunk: bool) -> None:
+    """Grouped heads, windows, sinks, rows of all lengths, over the ends of pages; nothing but a row's own tokens is looked at."""
     rows = rows_of(past, tokens, fixed)
     (k_pages, keys), (v_pages, values) = laid(rows, 2, 8), laid(rows, 2, 8)
     q = torch.randn(len(past) * tokens, 6, 8, dtype=F64, generator=torch.Generator().manual_seed(9))
-    call = AttentionCall(6, 2, 8, F64, window)
-    out = TORCH_ATTENTION.attend(TORCH_ATTENTION.plan(call, rows), q, k_pages, v_pages)
+    sinks = torch.tensor([-2.0, 0.0, 1.0, 2.0, 300.0, -300.0], dtype=F64) if sunk else None
+    call = AttentionCall(6, 2, 8, F64, window, sunk)
+    out = TORCH_ATTENTION.attend(TORCH_ATTENTION.plan(call, rows), q, k_pages, v_pages, sinks)
     for row, part in enumerate(q.split(tokens)):
-        torch.testing.assert_close(out.split(tokens)[row], defined(part, keys[row], values[row], window, 8**-0.5))
+        torch.testing.assert_close(out.split(tokens)[row], defined(part, keys[row], values[row], window, 8**-0.5, sinks))
+
+
+def test_prompts_with_sinks_go_in_blocks() -> None:
+    """A prompt of 150 tokens, of which scores are there for 64 at a time, with a window and without."""
+    rows = rows_of((0,), 150)
+    (k_pages, (keys,)), (v_pages, (values,)) = laid(rows, 2, 8), laid(rows, 2, 8)
+    q = torch.randn(150, 6, 8, dtype=F64, generator=torch.Generator().manual_seed(9))
+    sinks = torch.linspace(-2, 2, 6, dtype=F64)
+    for window in (None, 70):
+        call = AttentionCall(6, 2, 8, F64, window, True)
+        wanted = defined(q, keys, values, window, 8**-0.5, sinks)
+        torch.testing.assert_close(TORCH_ATTENTION.attend(TORCH_ATTENTION.plan(call, rows), q, k_pages, v_pages, sinks), wanted)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -160,13 +178,15 @@ def test_work_space_holds_every_prompt(heads: int, kv_heads: int, dim: int, proc
         (AttentionNeed("attention.prefill", BF16, AttentionCall(28, 4, 128, BF16, 4096)), ""),
         (AttentionNeed("attention.prefill", BF16, AttentionCall(8, 8, 96, BF16)), "heads of 96"),
         (AttentionNeed("attention.decode", BF16, AttentionCall(71, 1, 64, BF16)), "71 query heads"),
+        (AttentionNeed("attention.prefill", BF16, AttentionCall(64, 8, 64, BF16, 128, True)), "with sinks"),
+        (AttentionNeed("attention.decode", BF16, AttentionCall(64, 8, 64, BF16, sinks=True)), "with sinks"),
         (LatentNeed("mla.decode", BF16, LatentCall(16, 512, 64, 0.1, BF16), False), ""),
         (LatentNeed("mla.decode", BF16, LatentCall(16, 512, 64, 0.1, BF16), True), "sparse"),
         (LatentNeed("mla.decode", BF16, LatentCall(16, 256, 64, 0.1, BF16), False), "latents of 256"),
     ],
 )
 def test_sizes_that_flashinfer_has(need: Any, word: str) -> None:
-    """SmolLM2, Qwen2 and DeepSeek as published have kernels; other sizes, and sparse attention, are said not to."""
+    """SmolLM2, Qwen2 and DeepSeek as published have kernels; other sizes, sparse attention, and sinks are said not to."""
     limit = FLASHINFER.offers[need.op].limit(need)
     assert word in limit and bool(word) == bool(limit)
     assert str(need.call.heads) in need.text

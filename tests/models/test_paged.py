@@ -13,8 +13,9 @@ from rtp_llm.layers.cache import CacheSize
 from rtp_llm.layers.faults import ForwardError
 from tests.models import decoders, latents
 from tests.models.reference import distance, make, token_ids
+from tests.moe import variants as experts
 
-#: One of each way to attend: full, windowed, mixed, tables that depend on the length, latent, sparse, with states.
+#: One of each way to attend: full, windowed, mixed, tables that depend on the length, latent, sparse, with states, with sinks.
 VARIANTS = [
     "llama",
     "llama-longrope",
@@ -27,6 +28,7 @@ VARIANTS = [
     "v32",
     "glm-lite",
     "kimi-linear",
+    "gpt_oss",
 ]
 
 #: Tokens of each sequence before any is decoded: on both sides of a page's end.
@@ -38,6 +40,8 @@ def saved(variant: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any
     """The loaded model of a variant."""
     if variant in decoders.VARIANTS:
         make(*decoders.configured(variant), folder, dtype=dtype)
+    elif variant in experts.VARIANTS:
+        experts.make(variant, folder, dtype=dtype)
     else:
         latents.save(variant, folder, dtype=dtype)
     return load_model(folder, device="cpu").model
@@ -71,7 +75,7 @@ def test_unequal_lengths_are_each_alone(variant: str, tmp_path: Path) -> None:
         assert distance(torch.cat(got[slot]), alone(model, ids[slot, : prompt + DECODED], prompt)) < 1e-4
 
 
-@pytest.mark.parametrize("variant", ["llama", "mistral-window", "v32", "kimi-linear"])
+@pytest.mark.parametrize("variant", ["llama", "mistral-window", "v32", "kimi-linear", "gpt_oss"])
 def test_a_slot_serves_again(variant: str, tmp_path: Path) -> None:
     """What a released sequence left in its pages, were it NaN, is no part of the next one, nor of its neighbour."""
     model = saved(variant, tmp_path)

@@ -20,6 +20,7 @@ from tests.support.paths import ROOT, child_env
         ("MistralForCausalLM", "mistral", "causal"),
         ("Qwen2ForCausalLM", "qwen2", "causal"),
         ("Qwen3ForCausalLM", "qwen3", "causal"),
+        ("GptOssForCausalLM", "gpt_oss", "causal"),
         ("BertModel", "bert", "encoder"),
         ("BertForMaskedLM", "bert", "encoder"),
         ("BertForPreTraining", "bert", "encoder"),

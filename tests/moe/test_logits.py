@@ -23,7 +23,8 @@ def test_logits_are_those_of_transformers(variant: str, published: bool, tmp_pat
     reference = make(variant, tmp_path, published=published)
     loaded = load_model(tmp_path, device="cpu")
     layouts = {layout.name for layout in loaded.plan.expert_layouts().values()}
-    assert layouts == {"PER_EXPERT" if published else "STACKED"}
+    # gpt-oss is published stacked.
+    assert layouts == {"PER_EXPERT" if published and not variant.startswith("gpt_oss") else "STACKED"}
     model, ids = loaded.model, token_ids()
     with torch.inference_mode():
         assert distance(model(ids), reference(ids).logits) < 1e-4

@@ -9,6 +9,8 @@ import torch
 from transformers import (
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
@@ -25,12 +27,23 @@ FAMILIES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
 }
 
 #: Seven experts divide over no number of ranks, so that remainders matter; sizes divide by two, and by 16 bytes where they
 #: are cut in two.
 _COMMON = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "intermediate_size": 64}
 _QWEN = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+#: A clamp that some of the values reach, a window that the tests' sequences do not fit, and positions beyond YaRN's original ones.
+_GPT_OSS = {
+    "num_local_experts": 7,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 24,
+    "head_dim": 16,
+    "swiglu_limit": 0.4,
+    "sliding_window": 5,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False},
+}
 _GLM = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -59,6 +72,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe",
         {**_GLM, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "norm_topk_prob": False, "partial_rotary_factor": 1.0},
     ),
+    "gpt_oss": ("gpt_oss", _GPT_OSS),
+    "gpt_oss-other": (
+        "gpt_oss",
+        {
+            **_GPT_OSS,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "swiglu_alpha": 0.9,
+            "num_key_value_heads": 1,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
 }
 
 
@@ -77,7 +102,7 @@ def make(variant: str, folder: Path, *, dtype: torch.dtype = torch.float32, publ
     model = model.to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("mlp.gate.weight"):
+            if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
                 parameter.mul_(8)
         for module in model.modules():
             if hasattr(module, "e_score_correction_bias"):

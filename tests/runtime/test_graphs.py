@@ -28,13 +28,15 @@ from tests.quantization.formats import make as make_format
 from tests.support.ranks import run_ranks
 from tests.support.tiny import save_tiny_llama
 
-#: One of each way to attend: full, windowed, tables that depend on the length, latent, sparse, with states.
-VARIANTS = ["llama", "llama-longrope", "mistral-window", "qwen2-late-window", "v2-lite", "v32", "kimi-linear"]
+#: One of each way to attend: full, windowed, tables that depend on the length, latent, sparse, with states, with sinks.
+VARIANTS = ["llama", "llama-longrope", "mistral-window", "qwen2-late-window", "v2-lite", "v32", "kimi-linear", "gpt_oss"]
 
 
 def saved(variant: str, folder: Path) -> Any:
     if variant in decoders.VARIANTS:
         make(*decoders.configured(variant), folder)
+    elif variant in experts.VARIANTS:
+        experts.make(variant, folder)
     else:
         latents.save(variant, folder)
     return load_model(folder, device="cpu").model

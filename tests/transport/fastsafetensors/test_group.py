@@ -20,7 +20,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Dense and with experts, published and stacked, in two dtypes, in one file and in many."""
     folder = tmp_path_factory.mktemp("group")
     made = {"llama": save_tiny_llama(folder / "llama", shard="20KB", num_attention_heads=8, num_key_value_heads=4)}
-    for variant in ("qwen3_moe", "mixtral", "glm4_moe"):
+    for variant in ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"):
         for published in (True, False):
             name = f"{variant} {'published' if published else 'stacked'}"
             made[name] = workers.save_moe(folder / name.replace(" ", "-"), variant, published=published, dtype="bfloat16")
