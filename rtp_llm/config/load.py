@@ -17,6 +17,7 @@ QUANTIZATION_METHODS = (
     "fp8",
     "gptq",
     "modelopt",
+    "mxfp4",
     "quark",
     "inline-fp8-tensor",
     "inline-fp8-channel",

@@ -75,13 +75,15 @@ def finish(model: nn.Module, plan: LoadPlan) -> None:
 
 
 def _problems(layer: Quantisable, plan: LoadPlan) -> Iterator[Problem]:
-    raw = {slot: source.raw for slot, source in plan.slots.items()}
     files = {tensor.name: tensor.file for tensor in plan.tensors}
     for matrix, found in layer.findings():
-        tensor = raw.get(f"{matrix.slot}.{found.tensor}", raw.get(f"{matrix.slot}.weight"))
+        source = plan.slots.get(f"{matrix.slot}.{found.tensor}", plan.slots.get(f"{matrix.slot}.weight"))
+        tensor = None if source is None else source.raw
+        # A tensor of several matrices: which of them.
+        what = f"{found.what}, in {matrix.slot}" if source is not None and source.ops else found.what
         fix = found.fix or "the checkpoint is damaged, or was written by a program that failed; take it from its source again"
         file = files.get(tensor or "")
-        yield Problem(found.fault, found.what, file, tensor, expected=found.expected, actual=found.actual, fix=fix)
+        yield Problem(found.fault, what, file, tensor, expected=found.expected, actual=found.actual, fix=fix)
 
 
 def _choose(layer: Quantisable) -> None:

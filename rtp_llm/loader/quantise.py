@@ -15,6 +15,7 @@ from rtp_llm.layers.quantised import Quantisable
 from rtp_llm.parallel.shard import Divides, valid_sizes
 from rtp_llm.plan import rules
 from rtp_llm.plan.boxes import Shape
+from rtp_llm.plan.expert_check import misfit_problem
 from rtp_llm.plan.plan import Listed, Quantization
 from rtp_llm.plan.rules import template
 from rtp_llm.quantization.declared import Declared
@@ -50,22 +51,15 @@ def quantise(model: nn.Module, catalog: Catalog, mapping: rules.Mapping, declare
         QuantizationError: everything that does not fit, at once.
     """
     layers = [module for module in model.modules() if isinstance(module, Quantisable)]
-    linear = _LinearSlots(layers)
+    linear = _LinearSlots(layers, declared.experts_only)
     modules = modules_of(mapping, catalog.tensors, tensor_names())
     found = recognise(declared, modules, linear)
-    if not found.schemes and not found.problems:
-        found.problems.append(
-            Problem(
-                QuantFault.CONTRADICTION,
-                f"the weights are declared to be quantised by {declared.method}, and no tensor is",
-                file="config.json",
-                expected="quantised tensors",
-                actual="plain ones",
-                fix="take the declaration out of the configuration, or the weights that belong to it",
-            )
-        )
-    if found.problems:
-        raise QuantizationError(found.problems)
+    if found.problems or not found.schemes:
+        misfits = _misfits(mapping, catalog)
+        # What is there, and cannot be divided, is not missing.
+        wrong = [misfits.get(p.tensor or "", p) if p.fault is QuantFault.MISSING_PART else p for p in found.problems]
+        # What is wrong with a tensor that holds all experts is found once for each of them, and told once.
+        raise QuantizationError(dict.fromkeys(wrong or misfits.values() or [_not_quantised(declared)]))
     problems: list[Problem] = []
     split: dict[tuple[str, int, int], tuple[Module, Divides, TensorForm]] = {}
     for layer in layers:
@@ -77,11 +71,33 @@ def quantise(model: nn.Module, catalog: Catalog, mapping: rules.Mapping, declare
                 _note_splits(scheme, matrices, modules, split)
     problems += _misaligned(split, conditions)
     if problems:
-        raise QuantizationError(problems)
+        raise QuantizationError(dict.fromkeys(problems))
     labels = Counter(scheme.label for scheme in found.schemes.values())
     listed = [*declared.excluded.entries, *(entry for group in declared.groups if group.names for entry in group.names.entries)]
     entries = tuple(Listed(entry, found.matched[entry]) for entry in sorted({*listed}))
     return Quantization(declared.method, tuple(sorted(labels.items())), entries, tuple(found.undeclared))
+
+
+def _misfits(mapping: rules.Mapping, catalog: Catalog) -> dict[str, Problem]:
+    """By name the tensors that their rule cannot divide."""
+    found = {}
+    for tensor in catalog.tensors:
+        rule = mapping.by_template.get(template(tensor.name)[0])
+        misfit = None if rule is None else rule.misfit(tensor.shape)
+        if misfit is not None:
+            found[tensor.name] = misfit_problem(tensor, misfit)
+    return found
+
+
+def _not_quantised(declared: Declared) -> Problem:
+    return Problem(
+        QuantFault.CONTRADICTION,
+        f"the weights are declared to be quantised by {declared.method}, and no tensor is",
+        file="config.json",
+        expected="quantised tensors",
+        actual="plain ones",
+        fix="take the declaration out of the configuration, or the weights that belong to it",
+    )
 
 
 def quantise_inline(model: nn.Module, method: str) -> Quantization:
@@ -107,8 +123,9 @@ def is_inline(requested: str | None) -> bool:
 class _LinearSlots:
     """The slots of layers that can be quantised, on all ranks: an expert's as soon as any of its layer's is here."""
 
-    def __init__(self, layers: Iterable[Quantisable]) -> None:
-        self._own = {matrix.slot for layer in layers for matrices in layer.weights().values() for matrix in matrices}
+    def __init__(self, layers: Iterable[Quantisable], experts_only: bool) -> None:
+        slots = (matrix.slot for layer in layers for matrices in layer.weights().values() for matrix in matrices)
+        self._own = {slot for slot in slots if ".experts." in slot or not experts_only}
         self._experts = {_without_expert(slot) for slot in self._own if ".experts." in slot}
 
     def __contains__(self, slot: object) -> bool:
@@ -183,7 +200,7 @@ def _wrong_grids(scheme: Scheme, matrices: tuple[Matrix, ...], modules: Mapping[
                 QuantFault.WRONG_GRID,
                 f"does not have the shape that {scheme.label} gives a matrix {list(matrix.shape)}",
                 file=module.file,
-                tensor=f"{module.raw}.{form.name}",
+                tensor=module.tensor(form.name),
                 expected=str(list(shape)),
                 actual=str(list(stored.shape)),
                 fix=fix,
@@ -231,7 +248,7 @@ def _misaligned(
             QuantFault.MISALIGNED,
             f"{per} {name} of the matrix share an element, which the ranks would cut",
             file=module.file,
-            tensor=f"{module.raw}.{form.name}",
+            tensor=module.tensor(form.name),
             expected=f"tp_size one of {sizes}" if sizes else f"a matrix whose {name} are a multiple of {per}",
             actual=f"{divides.size} such elements" if divides.size else f"{name} that are no multiple",
             fix="choose another number of tensor-parallel ranks" if sizes else "this matrix cannot be loaded in this format",

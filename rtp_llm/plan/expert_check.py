@@ -38,7 +38,7 @@ def contradictions(
 
     A checkpoint whose routers agree with the configuration lacks experts, or has too many, as a fault of single tensors.
     """
-    problems = [_misfit(tensors[name], misfit) for name, misfit in misfits.items()]
+    problems = [misfit_problem(tensors[name], misfit) for name, misfit in misfits.items()]
     prefixes: set[str] = set()
     by_count: defaultdict[tuple[int, int], list[TensorInfo]] = defaultdict(list)
     for layer in experts:
@@ -63,7 +63,8 @@ def contradictions(
     return Contradicted(tuple(problems), frozenset(prefixes))
 
 
-def _misfit(tensor: TensorInfo, misfit: Misfit) -> Problem:
+def misfit_problem(tensor: TensorInfo, misfit: Misfit) -> Problem:
+    """What is told of a tensor that its rule cannot divide."""
     return Problem(
         misfit.fault,
         misfit.what,

@@ -67,10 +67,14 @@ class StackedRule:
     def slots(self) -> tuple[str, ...]:
         return tuple(f"{_SLOT}.{part}.{self.tensor}" for part in self.parts)
 
+    @property
+    def weights(self) -> str:
+        """The template of the weights that it is, or stands beside."""
+        return self.raw.removesuffix(suffix_beside(self.tensor))
+
     def beside(self, tensor: str) -> StackedRule:
-        """The rule for the ``tensor`` beside weights: ``gate_up_proj_scale_inv`` as transformers calls the scales of blocks, else
-        the whole name behind the weights'."""
-        raw, dims = f"{self.raw}_{'scale_inv' if tensor == 'weight_scale_inv' else tensor}", _BESIDE.get(tensor)
+        """The rule for the ``tensor`` beside weights."""
+        raw, dims = f"{self.raw}{suffix_beside(tensor)}", _BESIDE.get(tensor)
         return replace(self, raw=raw, tensor=tensor, transposed=self.transposed and dims is None, dims=dims or 3)
 
     def misfit(self, shape: Shape) -> Misfit | None:
@@ -92,6 +96,12 @@ class StackedRule:
             select = Select(expert)
             for part, cut in zip(self.parts, cuts, strict=True):
                 yield Provision(f"layers.{layer}.experts.{expert}.{part}.{self.tensor}", (select, *cut))
+
+
+def suffix_beside(tensor: str) -> str:
+    """What the name of stacked weights has behind it in that of the ``tensor`` beside them: ``_scale_inv`` as transformers calls the
+    scales of blocks, else the whole name; nothing for the weights themselves."""
+    return {"weight": "", "weight_scale_inv": "_scale_inv"}.get(tensor, f"_{tensor}")
 
 
 def expert_rules(count: int, *names: ExpertNames) -> tuple[AnyRule, ...]:

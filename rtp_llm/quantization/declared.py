@@ -29,6 +29,7 @@ class Declared:
 
     ``groups`` are tried in order.  ``complete``: the lists claim to say of every linear layer whether it is quantised, so that a
     plain one that they do not name is a contradiction; else the tensors alone decide.
+    ``experts_only``: the method is for experts alone, and says nothing of other layers.
     ``options`` are the few words of the declaration that reports repeat.
     """
 
@@ -37,6 +38,7 @@ class Declared:
     excluded: Names = Names()
     complete: bool = False
     options: tuple[tuple[str, str], ...] = ()
+    experts_only: bool = False
 
     @property
     def specs(self) -> tuple[Spec, ...]:

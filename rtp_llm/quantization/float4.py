@@ -2,6 +2,7 @@
 
 MXFP4: ``W = e2m1 * 2 ** (scale - 127)``, a scale for 32 columns.  NVFP4: ``W = e2m1 * scale * second``, an E4M3 scale for 16
 columns and a float32 one for the tensor; compressed-tensors stores the reciprocal of the second, and divides.
+gpt-oss's MXFP4 has the bytes of each block in a dimension of their own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Matrix, TensorForm
+from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Fixed, Matrix, TensorForm
 from rtp_llm.quantization.limits import Limits, scale_limit
 from rtp_llm.quantization.scaled import scalar
 from rtp_llm.quantization.scheme import SCALE_DTYPES, Finding, Scheme, Stored, Tensors, bad_scales, of_dtype, required, spread, values_of
@@ -46,7 +47,7 @@ class Float4:
 
     def dequantise(self, tensors: Tensors, matrix: Matrix) -> torch.Tensor:
         # The product of code and block scale is exact in float32, so that the result is rounded once.
-        weight = e2m1(tensors[self.codes.name]) * spread(values_of(tensors[self.scale.name]), self.scale, matrix)
+        weight = e2m1(tensors[self.codes.name]).flatten(1) * spread(values_of(tensors[self.scale.name]), self.scale, matrix)
         if self.second is None:
             return weight
         second = tensors[self.second.name].float()
@@ -61,13 +62,18 @@ class Float4:
 
 @dataclass(frozen=True, slots=True)
 class Float4Spec:
-    """``codes``, ``second``, ``static``: the names of tensors; ``second`` is "" for MXFP4."""
+    """``codes``, ``scale``, ``second``, ``static``: the names of tensors; ``second`` is "" for MXFP4.
+
+    ``apart``: codes are ``[rows, blocks, bytes of a block]``, and not ``[rows, bytes]``.
+    """
 
     block: int
     codes: str
     second: str = ""
     reciprocal: bool = False
     static: str = ""
+    scale: str = "weight_scale"
+    apart: bool = False
 
     @property
     def label(self) -> str:
@@ -75,16 +81,17 @@ class Float4Spec:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(name for name in (self.codes, "weight_scale", self.second, self.static) if name)
+        return tuple(name for name in (self.codes, self.scale, self.second, self.static) if name)
 
     def build(self, stored: Mapping[str, Stored]) -> Scheme:
         required(stored, (self.codes,), "the packed weight is not there")
         of_dtype(stored, self.codes, ("uint8",), "is declared to hold pairs of FP4 codes")
-        required(stored, ("weight_scale",), "the quantised weight has no scale")
+        required(stored, (self.scale,), "the quantised weight has no scale")
         kinds = ("float8_e4m3fn",) if self.second else ("uint8", "float8_e8m0fnu")
-        dtype = of_dtype(stored, "weight_scale", kinds, "is a block scale of another type")
-        scale = TensorForm("weight_scale", dtype, (Along(ROWS), Along(COLUMNS, self.block)))
-        codes = TensorForm(self.codes, "uint8", (Along(ROWS), Along(COLUMNS, 2)))
+        dtype = of_dtype(stored, self.scale, kinds, "is a block scale of another type")
+        scale = TensorForm(self.scale, dtype, (Along(ROWS), Along(COLUMNS, self.block)))
+        columns = (Along(COLUMNS, self.block), Fixed(self.block // 2)) if self.apart else (Along(COLUMNS, 2),)
+        codes = TensorForm(self.codes, "uint8", (Along(ROWS), *columns))
         second = None
         if self.second:
             required(stored, (self.second,), "the quantised weight has no scale for the tensor")

@@ -15,7 +15,7 @@ from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.errors import Problem
 from rtp_llm.plan import rules
 from rtp_llm.plan.dtypes import CASTABLE
-from rtp_llm.plan.experts import StackedRule
+from rtp_llm.plan.experts import StackedRule, suffix_beside
 from rtp_llm.plan.ops import Rows, Source
 from rtp_llm.plan.rules import AnyRule, Rule, Skip, template
 from rtp_llm.quantization.declared import Declared
@@ -51,21 +51,29 @@ def with_tensors(mapping: rules.Mapping, names: Iterable[str]) -> rules.Mapping:
 
 
 def _beside(rule: AnyRule, name: str) -> AnyRule | None:
-    """The rule for the tensor called ``name`` beside one that holds all experts; None beside anything else."""
-    return rule.beside(name) if isinstance(rule, StackedRule) and not rule.raw.endswith(".weight") else None
+    """The rule for the tensor called ``name`` beside the weights of all experts; None beside anything else."""
+    if not isinstance(rule, StackedRule) or rule.tensor != "weight" or rule.raw.endswith(".weight"):
+        return None
+    return rule.beside(name)
 
 
 @dataclass(slots=True)
 class Module:
     """The tensors of one logical module: its name in the checkpoint, and what is stored under each name behind it.
 
-    ``cut``: its tensors are rows of some that hold other modules as well.
+    ``cut``: its tensors are rows of some that hold other modules as well.  ``stacked``: they are those of one expert of some that hold
+    all experts.
     """
 
     raw: str
     file: str
     stored: dict[str, Stored] = field(default_factory=dict)
     cut: bool = False
+    stacked: bool = False
+
+    def tensor(self, name: str) -> str:
+        """What the checkpoint calls, or would call, the module's tensor ``name``; the module itself where there is no name."""
+        return self.raw + (suffix_beside(name) if self.stacked else f".{name}") if name else self.raw
 
     def quantised(self) -> bool:
         """Whether the tensors say so: by their names, or by a weight that is no floating-point number of full width."""
@@ -117,7 +125,10 @@ def modules_of(mapping: rules.Mapping, tensors: Iterable[TensorInfo], names: Col
             continue
         for provision in rule.provide(numbers, tensor.shape):
             at, _, name = provision.slot.rpartition(".")
-            module = found.setdefault(at, Module(tensor.name.removesuffix(".weight"), tensor.file))
+            module = found.get(at)
+            if module is None:
+                weights = rule.weights.format(*numbers) if isinstance(rule, StackedRule) else tensor.name
+                module = found[at] = Module(weights.removesuffix(".weight"), tensor.file, stacked=isinstance(rule, StackedRule))
             module.cut |= any(isinstance(op, Rows) for op in provision.ops)
             module.stored[name] = Stored(dtype, Source(tensor.name, tensor.shape, provision.ops).slot_shape)
     return found
@@ -191,12 +202,11 @@ def _kinds(module: Module) -> str:
 
 
 def _problem(module: Module, finding: Finding) -> Problem:
-    tensor = f"{module.raw}.{finding.tensor}" if finding.tensor else module.raw
     return Problem(
         finding.fault,
         finding.what,
         file=module.file,
-        tensor=tensor,
+        tensor=module.tensor(finding.tensor),
         expected=finding.expected,
         actual=finding.actual,
         fix=finding.fix or "check that config.json belongs to these weights",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rtp_llm.errors import Problem
-from rtp_llm.quantization import awq, compressed_tensors, fp8, gptq, modelopt, quark
+from rtp_llm.quantization import awq, compressed_tensors, fp8, gptq, modelopt, mxfp4, quark
 from rtp_llm.quantization.declared import Declared, Fields
 from rtp_llm.quantization.faults import QuantFault, QuantizationError
 from rtp_llm.quantization.inline import GRIDS
@@ -48,13 +48,13 @@ METHODS: tuple[Method, ...] = (
     Method("fp8", "FP8 a tensor or a block, UE8M0", _ANY, fp8.parse, cuda=_SCALED_MM),
     Method("gptq", "INT4, INT8, v1 and v2, desc_act", _GROUPS, gptq.parse),
     Method("modelopt", "FP8, MXFP8, NVFP4, mixed", f"{_GROUPS}; FP8: any", modelopt.parse, cuda=_SCALED_MM),
+    Method("mxfp4", "MXFP4 of gpt-oss", "whole blocks", mxfp4.parse, layers=("experts",)),
     Method("quark", "FP8, INT8, a tensor or a row", _ANY, quark.parse, cuda=_SCALED_MM),
     *(Method(name, f"FP8 a {name.rpartition('-')[2]}, while loading", _ANY, cuda=_SCALED_MM, export=False) for name in GRIDS),
 )
 
 #: Methods that are known and refused, each with what to do.
 _REFUSED: Mapping[str, str] = {
-    "mxfp4": "this is gpt-oss's own layout, and no family here is gpt-oss; MXFP4 of compressed-tensors is supported",
     "bitsandbytes": "its tensors hold tables of their own for each block; take the model's FP8, GPTQ or AWQ checkpoint",
 }
 
@@ -78,6 +78,7 @@ def tensor_names() -> tuple[str, ...]:
         "qzeros",
         "scales",
         "g_idx",
+        "blocks",
     )
 
 

@@ -184,7 +184,8 @@ def test_a_scale_that_belongs_to_nothing_is_unexpected(tmp_path: Path) -> None:
     [
         ({"quant_method": "aqlm", "nbits": 2}, "UNKNOWN_METHOD.*expected one of awq, compressed-tensors"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "UNSUPPORTED_SCHEME.*GPTQ or AWQ"),
-        ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, "UNSUPPORTED_SCHEME.*gpt-oss"),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": [["a"]]}, "BAD_DECLARATION.*modules_to_not_convert"),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, "CONTRADICTION.*no tensor is"),
         ({"quant_method": ["fp8"]}, "UNKNOWN_METHOD"),
         ("fp8", "activation|plain|no tensor is"),
         ({"bits": 4}, "UNKNOWN_METHOD"),

@@ -1,0 +1,20 @@
+"""``quant_method: mxfp4``: the experts of gpt-oss, as published.
+
+``blocks`` are uint8 ``[experts, rows, blocks, 16]`` and ``scales`` uint8 ``[experts, rows, blocks]`` of matrices ``[rows, 32 *
+blocks]``, which lie upright where the plain ones are transposed; transformers' ``integrations/mxfp4.py`` reads them.
+"""
+
+from __future__ import annotations
+
+from rtp_llm.quantization.declared import Declared, Fields, Group
+from rtp_llm.quantization.float4 import Float4Spec
+
+METHOD = "mxfp4"
+_SPEC = Float4Spec(32, "blocks", scale="scales", apart=True)
+
+
+def parse(fields: Fields) -> Declared:
+    """The format has no options; the list names what stays plain, which every layer does that is no expert."""
+    excluded = fields.names("segments", "modules_to_not_convert")
+    fields.finish()
+    return Declared(METHOD, (Group(_SPEC),), excluded, complete=bool(excluded), experts_only=True)
