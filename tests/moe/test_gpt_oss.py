@@ -159,8 +159,7 @@ def test_stacks_that_are_not_right_are_refused(name: str, tmp_path: Path) -> Non
 
 
 def test_each_part_is_divided_as_it_is_used(tmp_path: Path) -> None:
-    """TP 2: pairs of gate and up, two of four sinks, an output bias whole on both ranks; nothing else is read twice but what every
-    rank has whole."""
+    """TP 2: pairs of gate and up with their biases, half of the columns of down, its bias whole on both ranks, two of four sinks."""
     make("gpt_oss", tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     for rank in (0, 1):
