@@ -6,10 +6,12 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from rtp_llm.checkpoint import DTYPES, TensorInfo
 from rtp_llm.errors import PlanError, Problem
@@ -17,7 +19,7 @@ from rtp_llm.loader.files_out import check_room, completed, copy_companions, hea
 from rtp_llm.loader.load import LoadedModel
 from rtp_llm.parallel.watch import Watch
 from rtp_llm.parallel.wire import as_bytes, receive_bytes, send_bytes
-from rtp_llm.parallel.world import meeting
+from rtp_llm.parallel.world import host_group, meeting
 from rtp_llm.plan.boxes import Box, extent, view, whole
 from rtp_llm.plan.coverage import tiles
 from rtp_llm.plan.dtypes import cast_is_exact
@@ -58,13 +60,13 @@ def export_checkpoint(loaded: LoadedModel, directory: str | os.PathLike[str]) ->
             check_room(out, loaded.directory, sum(t.nbytes for t in plan.tensors))
         mine = json.dumps([(d.slot, d.slot_box) for d in plan.deliveries]).encode()
         schedule = _schedule(plan, [json.loads(text) for text in watch.exchange(mine)])
-        exporter = _Exporter(loaded, watch, schedule)
-        if world.rank == 0:
-            with completed(out) as partial:
-                exporter.write(partial)
-        else:
-            exporter.send()
-        watch.exchange(b"exported")
+        with host_group(world, watch) if world.size > 1 else nullcontext() as group:
+            exporter = _Exporter(loaded, watch, group, schedule)
+            if world.rank == 0:
+                with completed(out) as partial:
+                    exporter.write(partial)
+            else:
+                exporter.send()
     return out
 
 
@@ -136,8 +138,8 @@ def _schedule(plan: LoadPlan, held: list[list[tuple[str, list[list[int]]]]]) -> 
 class _Exporter:
     """Sends, or assembles and writes, every tensor in the order of the files; all ranks go through the same order."""
 
-    def __init__(self, loaded: LoadedModel, watch: Watch, schedule: dict[str, tuple[_Part, ...]]) -> None:
-        self._loaded, self._watch, self._schedule = loaded, watch, schedule
+    def __init__(self, loaded: LoadedModel, watch: Watch, group: dist.ProcessGroup | None, schedule: dict[str, tuple[_Part, ...]]) -> None:
+        self._loaded, self._watch, self._group, self._schedule = loaded, watch, group, schedule
         self._params = {name: p.data for name, p in loaded.model.named_parameters()}
         dtypes = {p.name: p.dtype for p in loaded.plan.params}
         self._mine = {(d.slot, d.slot_box): _holder(d, dtypes) for d in loaded.plan.deliveries}
@@ -150,15 +152,14 @@ class _Exporter:
 
     def send(self) -> None:
         """A rank above 0: hands rank 0 what it asks for."""
-        data = self._loaded.world.data
-        assert data is not None
+        assert self._group is not None
         with meeting(self._loaded.world, self._watch) as check:
             for tensors in self._by_file.values():
                 for tensor in tensors:
                     for slot, _ in self._by_raw[tensor.name]:
                         for part in self._schedule[slot]:
                             if part.rank == self._loaded.world.rank:
-                                send_bytes(self._held(slot, part.box, tensor), 0, data, check)
+                                send_bytes(self._held(slot, part.box, tensor), 0, self._group, check)
 
     def write(self, out: Path) -> None:
         """Rank 0: writes all files."""
@@ -191,10 +192,10 @@ class _Exporter:
         world = self._loaded.world
         if part.rank == world.rank:
             return self._held(slot, part.box, tensor)
-        assert world.data is not None
+        assert self._group is not None
         buffer = torch.empty(extent(part.box), dtype=_torch_dtype(tensor))
         with meeting(world, self._watch) as check:
-            receive_bytes(buffer, part.rank, world.data, check)
+            receive_bytes(buffer, part.rank, self._group, check)
         return buffer
 
     def _held(self, slot: str, box: Box, tensor: TensorInfo) -> torch.Tensor:

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from rtp_llm.checkpoint import Catalog
@@ -97,7 +98,7 @@ def load_model(
     """
     load = load or LoadConfig.from_environment(os.environ)
     named = device or load.device
-    met = world is None  # joining is a meeting
+    met = world is None and not dist.is_initialized()  # starting the group is a meeting
     if world is None:
         world = join_world(os.environ, "cpu" if named == "cpu" else resolve_device(named, 0).type, load.timeout_s)
     clock = _Clock()

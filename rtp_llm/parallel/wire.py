@@ -9,9 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 #: Seconds between two looks for another rank's error while a message is under way.
 POLL_SECONDS = 0.05
@@ -82,21 +86,27 @@ def _together(tensors: Sequence[torch.Tensor], start: Callable[[], dist.Work | N
 
 
 def _wait(work: dist.Work | None, check: Callable[[], None]) -> None:
-    """Waits for a message.  In a thread of its own: gloo finishes a message only inside ``wait``, which cannot be
-    interrupted, and a peer that has failed would hold this rank until the group's time-out."""
+    """Waits for a message: gloo finishes one only inside ``wait``."""
     assert work is not None, "this rank is not in the group"
-    errors: list[RuntimeError] = []
+    waited_for(work.wait, check)
+
+
+def waited_for(call: Callable[[], T], check: Callable[[], None]) -> T:
+    """What ``call`` returns or raises, while ``check`` may end the wait.
+
+    In a thread of its own, for what cannot be interrupted: a peer that has failed would hold this rank until the group's time-out.
+    """
+    done: Future[T] = Future()
 
     def run() -> None:
         try:
-            work.wait()
+            done.set_result(call())
         except RuntimeError as error:
-            errors.append(error)
+            done.set_exception(error)
 
     waiter = threading.Thread(target=run, name="rtp_llm-wire", daemon=True)
     waiter.start()
     while waiter.is_alive():
         waiter.join(POLL_SECONDS)
         check()
-    if errors:
-        raise errors[0]
+    return done.result()

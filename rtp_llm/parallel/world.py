@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,16 +12,19 @@ from itertools import count, zip_longest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from rtp_llm.config.parallel import ParallelConfig
 from rtp_llm.errors import ConfigError, ParallelError, Problem
 from rtp_llm.parallel.faults import ParallelFault
 from rtp_llm.parallel.groups import Groups, groups_at
 from rtp_llm.parallel.watch import CAUSE_SECONDS, Watch, broken
+from rtp_llm.parallel.wire import waited_for
 
 #: torchrun's variables that say where a process stands (torch.distributed.run).
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+#: Seconds after a time-out until whoever waits has surely noticed it, on a busy machine too.
+_LATE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +32,15 @@ class World:
     """This process among those of the launch; alone when ``size`` is 1.
 
     Small messages go through the launch's key-value store, since waiting there can be ended at any moment; a collective
-    cannot be left, and would keep a rank from exiting while a frozen peer holds it.  ``data`` is a gloo group over all
-    ranks for tensors on the host; layers have groups of their own.
+    cannot be left, and would keep a rank from exiting while a frozen peer holds it.  For tensors on the host there is
+    :func:`host_group`; layers have groups of their own.  ``number`` tells the worlds of a launch apart, and is the same on all ranks.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     timeout_s: float = 300.0
-    data: dist.ProcessGroup | None = None
+    number: int = 0
     sessions: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
     def watch(self, *, together: bool = True) -> Watch:
@@ -45,16 +49,16 @@ class World:
         ``together``: all ranks have just met, so that one which opens its watch seconds later is lost.  Otherwise a rank
         may come as late as the time-out allows: what a program does between two steps is its own affair.
         """
-        if self.data is None:
+        if self.size == 1:
             return Watch(HashStore(), self.rank, self.size, self.timeout_s)
-        # The group's name is unique in a process; the count tells this world's loads apart.
-        store = PrefixStore(f"rtp_llm/{self.data.group_name}/{next(self.sessions)}", _get_default_store())
+        store = PrefixStore(f"rtp_llm/{self.number}/{next(self.sessions)}", _get_default_store())
         return Watch(store, self.rank, self.size, self.timeout_s, together=together)
 
     def groups(self, parallel: ParallelConfig, watch: Watch) -> Groups:
         """The groups for a forward pass, or, for a rank whose weights are loaded alone, groups that refuse one.
 
-        With several ranks all of them make all groups, in one order, which they can only if they agree on the sizes.
+        With several ranks all of them make all groups, in one order, which they can only if they agree on the sizes.  Models of the
+        same sizes share them, as all models share the default group, with which they end.
 
         Raises:
             ParallelError: the same on every rank, where they do not.
@@ -66,19 +70,54 @@ class World:
         everyone = dist.group.WORLD
         tensor = everyone
         if parallel.ep_size > 1:
-            timeout = timedelta(seconds=self.timeout_s)
-            each = [range(e * parallel.tp_size, (e + 1) * parallel.tp_size) for e in range(parallel.ep_size)]
-            tensor = [dist.new_group(list(ranks), timeout=timeout) for ranks in each][parallel.ep_rank]
+            # torch lists the groups of a process, and forgets them when the default group is destroyed: no list of ours could do so.
+            name = f"rtp_llm, {parallel.ep_size} times {parallel.tp_size} ranks"
+            tensor = next((group for group in _world.pg_map if group.group_desc == name), None)
+            if tensor is None:
+                timeout = timedelta(seconds=self.timeout_s)
+                each = [range(e * parallel.tp_size, (e + 1) * parallel.tp_size) for e in range(parallel.ep_size)]
+                tensor = [dist.new_group(list(ranks), timeout=timeout, group_desc=name) for ranks in each][parallel.ep_rank]
         return groups_at(parallel, tensor, everyone)
 
 
 @contextmanager
 def meeting(world: World, watch: Watch) -> Iterator[Callable[[], None]]:
-    """Around messages of ``world.data``: turns a broken connection into the error that caused it, on whichever rank."""
+    """Around messages of a group: turns a broken connection into the error that caused it, on whichever rank."""
     try:
         yield watch.check
     except RuntimeError as error:
         raise ParallelError(watch.first_error(CAUSE_SECONDS) or broken(world.rank, world.size, str(error))) from error
+
+
+@contextmanager
+def host_group(world: World, watch: Watch) -> Iterator[dist.ProcessGroup]:
+    """A gloo group over all ranks, for tensors on the host, which lives as long as the context is open.
+
+    All ranks enter and leave it together, and have just met when they enter.  One for each occasion: what a failure leaves under
+    way in a group, a later message would be taken for.
+
+    Raises:
+        ParallelError: where it cannot be made, and with the first error of any rank.
+    """
+    timeout = timedelta(seconds=world.timeout_s)
+    with meeting(world, watch) as check:
+        group = waited_for(lambda: dist.new_group(backend="gloo", timeout=timeout), check)
+    try:
+        yield group
+        # Whoever goes first closes connections, of which others may still be reading.
+        watch.exchange(b"done")
+    except BaseException:
+        # Letting go of a group waits for whatever is under way in it, and without its peers that ends with its time-out alone.
+        keeper = threading.Timer(world.timeout_s + _LATE_SECONDS, _let_go, [group])
+        keeper.daemon = True
+        keeper.start()
+        raise
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _let_go(group: dist.ProcessGroup) -> None:
+    """Nothing: the caller's was the last reference."""
 
 
 def join_world(environment: Mapping[str, str], device_type: str, timeout_s: float) -> World:
@@ -110,8 +149,10 @@ def join_world(environment: Mapping[str, str], device_type: str, timeout_s: floa
                     fix="start all ranks with one torchrun command",
                 )
             ) from error
-    data = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    return World(dist.get_rank(), dist.get_world_size(), where["LOCAL_RANK"], timeout_s, data)
+    rank = dist.get_rank()
+    # Counted where the ranks meet, and apart for each: they join in the same order, and what is counted ends with the launch.
+    number = _get_default_store().add(f"rtp_llm/worlds/{rank}", 1)
+    return World(rank, dist.get_world_size(), where["LOCAL_RANK"], timeout_s, number)
 
 
 def _standing(environment: Mapping[str, str]) -> dict[str, int]:

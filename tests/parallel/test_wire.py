@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 
 import pytest
 import torch
 
 from rtp_llm.parallel.wire import all_gather_bytes, as_bytes, broadcast_bytes, receive_bytes, scatter_bytes, send_bytes
-from rtp_llm.parallel.world import join_world, meeting
+from rtp_llm.parallel.world import host_group, join_world, meeting
 from tests.support.ranks import run_ranks
 
 #: Types that gloo or NCCL refuse among them; odd sizes, a scalar, and nothing at all.
@@ -29,29 +30,28 @@ def random_bits(dtype: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 def collectives() -> int:
     """Each of them for every dtype and shape, from each rank; returns how many transfers were compared."""
     world = join_world(os.environ, "cpu", 60.0)
-    assert world.data is not None
     compared = 0
-    with world.watch() as watch, meeting(world, watch) as check:
+    with world.watch() as watch, host_group(world, watch) as group, meeting(world, watch) as check:
         for dtype in DTYPES:
             for shape in SHAPES:
                 every = [as_bytes(random_bits(dtype, shape, rank)) for rank in range(world.size)]
                 mine = every[world.rank]
                 for source in range(world.size):
                     flat = mine.clone()
-                    broadcast_bytes(flat, source, world.data, check)
+                    broadcast_bytes(flat, source, group, check)
                     assert torch.equal(flat, every[source]), ("broadcast", dtype, shape, source)
                     flat = torch.full_like(mine, 7)
-                    scatter_bytes(flat, every if world.rank == source else (), source, world.data, check)
+                    scatter_bytes(flat, every if world.rank == source else (), source, group, check)
                     assert torch.equal(flat, mine), ("scatter", dtype, shape, source)
                     compared += 2
                 gathered = [torch.full_like(mine, 7) for _ in every]
-                all_gather_bytes(gathered, mine, world.data, check)
+                all_gather_bytes(gathered, mine, group, check)
                 assert all(torch.equal(a, b) for a, b in zip(gathered, every, strict=True)), ("all-gather", dtype, shape)
                 received = random_bits(dtype, shape, 99)
                 if world.rank == 0:
-                    send_bytes(random_bits(dtype, shape, 5), world.size - 1, world.data, check)
+                    send_bytes(random_bits(dtype, shape, 5), world.size - 1, group, check)
                 elif world.rank == world.size - 1:
-                    receive_bytes(received, 0, world.data, check)
+                    receive_bytes(received, 0, group, check)
                     assert torch.equal(as_bytes(received), as_bytes(random_bits(dtype, shape, 5))), ("send", dtype, shape)
                 compared += 2
     return compared
@@ -69,34 +69,35 @@ class GivenUp(Exception):
 
 
 def waits_for_nobody(kind: str) -> float:
-    """Rank 1 never takes part; rank 0's ``check`` finds that out. Returns the seconds until it was out."""
+    """Rank 1 never takes part, or not as it should; rank 0's ``check`` finds that out. Returns the seconds until it was out."""
     world = join_world(os.environ, "cpu", 60.0)
-    assert world.data is not None
     flat = torch.zeros(1 << 20, dtype=torch.uint8)
     start = time.monotonic()
+
+    def check() -> None:
+        if time.monotonic() - start > 0.5:
+            raise GivenUp
+
     with world.watch() as watch:
-        if world.rank == 0:
-
-            def check() -> None:
-                if time.monotonic() - start > 0.5:
-                    raise GivenUp
-
-            try:
-                if kind == "broadcast":
-                    broadcast_bytes(flat, 1, world.data, check)
-                elif kind == "scatter":
-                    scatter_bytes(flat, (), 1, world.data, check)
-                else:
-                    all_gather_bytes([flat.clone(), flat.clone()], flat, world.data, check)
-            except GivenUp:
-                pass
+        with suppress(GivenUp), host_group(world, watch) as group:
+            if kind == "crossed":
+                broadcast_bytes(flat, 1 - world.rank, group, check)
+            elif world.rank == 1:
+                raise GivenUp
+            elif kind == "broadcast":
+                broadcast_bytes(flat, 1, group, check)
+            elif kind == "scatter":
+                scatter_bytes(flat, (), 1, group, check)
+            else:
+                all_gather_bytes([flat.clone(), flat.clone()], flat, group, check)
         seconds = time.monotonic() - start
         watch.exchange(b"out")
     return seconds
 
 
-@pytest.mark.parametrize("kind", ["broadcast", "scatter", "all-gather"])
+@pytest.mark.parametrize("kind", ["broadcast", "scatter", "all-gather", "crossed"])
 def test_a_wait_can_be_left(kind: str) -> None:
-    """What ``check`` raises ends a collective that a peer will never join, long before the group's time-out."""
+    """What ``check`` raises ends a collective that a peer will never join, and the group, long before the group's time-out; also
+    where each waits for the other, and letting go of the group would wait for both."""
     first, _ = run_ranks(2, waits_for_nobody, kind, timeout=60)
     assert 0.4 < first.value < 20

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from rtp_llm.errors import ConfigError
 from rtp_llm.parallel.world import join_world
+from tests.moe import variants as experts
 from tests.parallel import workers
 from tests.support.ranks import RanksFailed, RanksTimedOut, run_ranks
 from tests.support.tiny import save_tiny_llama
@@ -104,6 +105,25 @@ def test_a_rank_that_dies_during_a_forward_pass(checkpoint: str) -> None:
         run_ranks(2, workers.answer_while_one_dies, checkpoint, timeout=40)
     survivor = caught.value.results[0]
     assert survivor.returncode == 2 and "RANK_LOST" in survivor.stderr, str(survivor)
+
+
+@pytest.mark.parametrize("way", ["scratch", "fastsafetensors", "expert-parallel", "failing"])
+def test_loads_of_one_launch_do_not_add_up(way: str, checkpoint: str, tmp_path: Path) -> None:
+    """Ten loads on two ranks leave no more threads and sockets than two do: with their models kept, run and exported, by either
+    transport, with groups of experts, and where one rank's checkpoint is absent."""
+    directories, settings, ep_size, out = [checkpoint] * 2, {}, 1, str(tmp_path)
+    if way == "fastsafetensors":
+        settings["load_method"] = "fastsafetensors"
+    elif way == "expert-parallel":
+        experts.make("qwen3_moe", tmp_path / "moe")
+        directories, ep_size = [str(tmp_path / "moe")] * 2, 2
+    elif way == "failing":
+        directories = [checkpoint, str(tmp_path / "nothing")]
+    times = 4 if way == "failing" else 10  # an error takes seconds to be told
+    for result in run_ranks(2, workers.held_after, times, directories, ep_size, out, settings, timeout=120):
+        threads, sockets = result.value[1]
+        # Fewer where the other rank has ended.
+        assert all(after[0] <= threads and after[1] <= sockets for after in result.value[2:]), str(result.value)
 
 
 def test_launcher_variables_that_are_not_numbers() -> None:

@@ -6,14 +6,16 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from rtp_llm import load_model
+from rtp_llm import ParallelConfig, export_checkpoint, load_model
 from rtp_llm.config import LoadConfig
-from rtp_llm.errors import RtpLlmError
+from rtp_llm.errors import CheckpointError, ParallelError, RtpLlmError
 from rtp_llm.parallel.world import World, agree, join_world
 from rtp_llm.transport.scratch.files import Files
 
@@ -54,6 +56,35 @@ def load_or_say(paths: list[str]) -> None:
         load(paths)
     except RtpLlmError as error:
         say(error)
+
+
+def held() -> tuple[int, int]:
+    """Threads and open sockets of this process."""
+    links = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the listing's own
+            links.append(os.readlink(fd))
+    return len(os.listdir("/proc/self/task")), sum(link.startswith("socket:") for link in links)
+
+
+def held_after(times: int, directories: list[str], ep_size: int, out: str, settings: dict[str, Any]) -> list[tuple[int, int]]:
+    """What is held after each of ``times`` loads, of this rank's directory; each is run, and exported to ``out``, where it succeeds."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    tp_size = size // ep_size
+    place = ParallelConfig(tp_size, rank % tp_size, ep_size, rank // tp_size)
+    found, models = [], []
+    for number in range(times):
+        try:
+            loaded = load_model(directories[rank], parallel=place, load=replace(SETTINGS, **settings))
+            loaded.model(torch.tensor([[1, 2, 3]]))
+            models.append(loaded)  # whoever keeps models keeps no groups
+            export_checkpoint(loaded, Path(out, str(number)))
+        except CheckpointError:  # this rank's own
+            pass
+        except ParallelError as error:  # another one's
+            assert "RANK_LOST" not in str(error), error
+        found.append(held())
+    return found
 
 
 class DyingFiles(Files):

@@ -9,6 +9,7 @@ depends on what a rank keeps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from rtp_llm.parallel.watch import Watch
 from rtp_llm.parallel.wire import broadcast_bytes
-from rtp_llm.parallel.world import World, agree, meeting
+from rtp_llm.parallel.world import World, agree, host_group, meeting
 from rtp_llm.plan.plan import LoadPlan, digest
 from rtp_llm.transport.fastsafetensors.failure import FastsafetensorsFailure, Witness
 from rtp_llm.transport.fastsafetensors.hand import Hand
@@ -54,9 +55,9 @@ class GroupTransport:
         reader, reason = self._open(witness)
         self._go_on_together(reason)
         assert reader is not None
-        with Ending(reader.close, witness), meeting(self._world, self._watch):
+        with Ending(reader.close, witness), self._group() as group, meeting(self._world, self._watch):
             hand = Hand(plan, sink, self._means.device)
-            reason = self._pass_on(reader, hand, progress, check)
+            reason = self._pass_on(reader, hand, group, progress, check)
         self._go_on_together(reason)
         return Moved(sum(chunk.nbytes for chunk in self._own), hand.kept_bytes, 0, hand.kept_bytes)
 
@@ -77,7 +78,14 @@ class GroupTransport:
         if found:
             raise FastsafetensorsFailure("; ".join(found))
 
-    def _pass_on(self, reader: ChunkReader, hand: Hand, progress: Progress, check: Callable[[], None]) -> str:
+    def _group(self) -> AbstractContextManager[dist.ProcessGroup]:
+        if self._means.device.type == "cpu":
+            return host_group(self._world, self._watch)
+        everyone = dist.group.WORLD
+        assert everyone is not None, "a group of one has no group transport"
+        return nullcontext(everyone)
+
+    def _pass_on(self, reader: ChunkReader, hand: Hand, group: dist.ProcessGroup, progress: Progress, check: Callable[[], None]) -> str:
         """Goes through the sequence; returns why it had to stop, empty on ranks that were only told to."""
         device = self._means.device
         status = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -91,14 +99,14 @@ class GroupTransport:
                     flat, reason = self._read(reader, message)
                 if number == 0:
                     status.fill_(_FAILED if reason else _READ)
-                    self._broadcast(status, source, check)
+                    broadcast_bytes(status, source, group, check)
                     if int(status.item()) == _FAILED:
                         return reason
                 if reason:
                     # It has said that all of the chunk was there; the others wait for what will not come.
                     raise AssertionError(f"fastsafetensors lost a message of a chunk: {reason}")
                 content = buffer[: message.nbytes] if flat is None else flat
-                self._broadcast(content, source, check)
+                broadcast_bytes(content, source, group, check)
                 progress.advance(hand.take(message, content))
                 settled(device)
                 del flat, content
@@ -113,8 +121,3 @@ class GroupTransport:
         if item is None or item[0] != message:
             return None, "it delivered other messages than it was asked for"
         return item[1], ""
-
-    def _broadcast(self, flat: torch.Tensor, source: int, check: Callable[[], None]) -> None:
-        group = self._world.data if flat.device.type == "cpu" else dist.group.WORLD
-        assert group is not None, "a group of one has no group transport"
-        broadcast_bytes(flat, source, group, check)
