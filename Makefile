@@ -58,7 +58,7 @@ pytest: models ## the CPU suite without Bazel, the quick loop; make pytest ARGS=
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 bench: setup ## the CPU benchmarks, small sizes; ARGS= for the sizes of the tables in benchmark/
-	@set -e; for script in benchmark/*.py; do [ -e "$$script" ] || continue; echo "== $$script"; PYTHONPATH=. $(BIN)/python "$$script" $(ARGS); done
+	@set -e; for script in benchmark/*.py; do [ -e "$$script" ] || continue; echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done
 bench: ARGS ?= --quick
 
 format: setup ## ruff's repairs and formatting

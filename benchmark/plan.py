@@ -44,6 +44,8 @@ CASES = (
 
 def make(name: str, directory: Path) -> None:
     """Writes a checkpoint's headers and index at full size; the data is holes."""
+    # What writes them is a helper of the tests, which are not installed: they lie beside this folder.
+    sys.path.append(str(Path(__file__).absolute().parents[1]))
     from tests.support import sparse
 
     configs = {"deepseek_v3": (sparse.DEEPSEEK_V3_CONFIG, 163), "llama_3_70b": (sparse.LLAMA_3_70B_CONFIG, 30)}
