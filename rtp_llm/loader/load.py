@@ -66,6 +66,8 @@ class LoadedModel:
         return self.catalog.directory
 
 
+# Whatever mode the caller is in: an inference tensor could not be written by the reader threads, which have a mode of their own.
+@torch.inference_mode(False)
 def load_model(
     path: str | os.PathLike[str],
     device: str | None = None,

@@ -110,7 +110,7 @@ def alike(a: torch.Tensor, b: torch.Tensor) -> None:
     """Logits point the same way; one token that a last bit has sent to another expert, or to another neighbour, may differ."""
     assert a.isfinite().all() and b.isfinite().all()
     cosines = torch.cosine_similarity(a, b, dim=-1)
-    assert cosines.quantile(0.2) > 0.999 and cosines.mean() > 0.99, cosines
+    assert cosines.quantile(0.2) > 0.998 and cosines.mean() > 0.99, cosines
 
 
 def pages_of(past: tuple[int, ...], tokens: int, *shapes: tuple[int, ...], fixed: bool = False) -> tuple[PagedRows, list[torch.Tensor]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rtp_llm import load_model
+from rtp_llm import LoadConfig, load_model
 from tests.models.latents import VARIANTS, save
 from tests.models.reference import closeness, distance, token_ids
 
@@ -24,7 +24,8 @@ DENSE = [variant for variant in VARIANTS if not variant.startswith("v32")]
 def both(folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits on the CPU; on the GPU in one pass; and there in steps with a cache."""
     ids = token_ids()
-    host, device = (load_model(folder, device=name).model for name in ("cpu", "cuda"))
+    # By torch's kernels on both: others differ in the last bits, which send some tokens to other experts.
+    host, device = (load_model(folder, load=LoadConfig(device=name, kernels="torch")).model for name in ("cpu", "cuda"))
     with torch.inference_mode():
         cache = device.new_cache(len(ids), ids.shape[1])
         stepped = torch.cat([device(part, cache) for part in ids.cuda().split(STEPS, dim=1)], dim=1)

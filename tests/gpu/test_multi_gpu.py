@@ -9,6 +9,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 
 from rtp_llm import LoadConfig, load_model
 from rtp_llm.errors import RtpLlmError
+from tests.models.latents import save as save_latent
 from tests.models.reference import distance, token_ids
 from tests.moe.rank_worker import Shape, logits
 from tests.moe.variants import make as make_variant
@@ -93,10 +96,10 @@ def verified_load(path: str, settings: LoadConfig, shape: Shape) -> tuple[str, i
     return report.effective_mode, report.verified
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe", "deepseek_v3"])
-def test_tensor_and_expert_parallel_together(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("save", [partial(make_variant, "qwen3_moe"), partial(save_latent, "v3")], ids=["qwen3_moe", "deepseek_v3"])
+def test_tensor_and_expert_parallel_together(save: Callable[[Path], object], tmp_path: Path) -> None:
     """TP 2 x EP 2: four GPUs over NCCL where there are four; on two each is shared by two ranks, which speak gloo."""
-    make_variant(variant, tmp_path)
+    save(tmp_path)
     jobs, tokens = [(str(tmp_path), Shape(2, 2))], token_ids()
     with torch.inference_mode():
         alone = load_model(tmp_path, device="cuda").model(tokens.cuda()).cpu()

@@ -116,7 +116,7 @@ def save(variant: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> P
     """A random model, saved in ``folder`` as transformers saves it, which is the published spelling.
 
     Correction biases are random too, since transformers starts with zeros.  In another dtype than float32 it is read again,
-    as transformers then keeps in float32 what has to be.
+    as transformers then keeps in float32 what has to be; older releases round Kimi's biases.
     """
     model_class, config = configured(variant)
     model = model_class(config).eval()
@@ -129,6 +129,9 @@ def save(variant: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> P
     if dtype == torch.float32:
         return model
     model = model_class.from_pretrained(folder, dtype=dtype).eval()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.data = buffer.float()
     model.save_pretrained(folder)
     return model
 

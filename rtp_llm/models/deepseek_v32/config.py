@@ -19,6 +19,8 @@ _DEFAULTS = LatentDefaults(
     max_position_embeddings=163840,
     norm_eps=1e-6,
 )
+#: Every layer is of this kind; transformers calls it by the second name since 5.24 and wrote the first one before.
+_LAYER_TYPES = ("deepseek_sparse_attention", "indexed_attention")
 _EXPERTS = ExpertDefaults(experts=256, top_k=8, shared=1, intermediate_size=2048, scale=2.5, groups=8, top_groups=4)
 
 
@@ -34,7 +36,7 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> LatentConfig
     if raw.get("q_lora_rank") is None:
         reader.fail("q_lora_rank", "a value, as the indexer works on the latent of queries", fault=ModelFault.ABSENT_FIELD)
     sizes = read_latent(reader, _DEFAULTS, indexer=_read_indexer(reader))
-    reader.words("layer_types", sizes.layers, ("indexed_attention",))
+    reader.words("layer_types", sizes.layers, _LAYER_TYPES)
     return sigmoid_config(reader, sizes, names, _EXPERTS, dense=3, listed=True)
 
 
