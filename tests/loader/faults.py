@@ -41,6 +41,8 @@ def at_a_read(harm: Callable[[], None]) -> Iterator[None]:
     mine = threading.local()
 
     def preadv(*args: Any) -> int:
+        if len(args) > 3:
+            return read(*args)  # only asks whether something is cached
         if not hasattr(mine, "begun"):
             mine.begun = begun.wait(timeout=30)
         calls.append(1)

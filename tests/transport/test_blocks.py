@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,13 +19,16 @@ MIB = 1 << 20
 
 
 class Calls:
-    """os.preadv, counted, and cut short to at most ``most`` bytes a call."""
+    """os.preadv, counted, and cut short to at most ``most`` bytes a call, of a file system that does not tell what is cached: so nothing
+    is gathered out of a map."""
 
     def __init__(self, most: int = 1 << 40) -> None:
         self.sizes: list[int] = []
         self._most, self._preadv = most, os.preadv
 
-    def __call__(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def __call__(self, descriptor: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        if flags:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
         left, cut = self._most, []
         for buffer in buffers:
             cut.append(buffer[:left])

@@ -1,7 +1,7 @@
 """Open files of a checkpoint, read by position.
 
-``pread`` rather than ``mmap``: a file that is cut while it is mapped kills the process (SIGBUS), and page faults over a
-network file system are an order of magnitude slower than reads.
+``pread`` rather than loads from a map: a file that is cut while it is mapped kills the process (SIGBUS), and page faults over a
+network file system are an order of magnitude slower than reads.  For cached rows of a matrix the kernel copies from a map (:mod:`.gather`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from types import TracebackType
 from rtp_llm.checkpoint.catalog import FileInfo, TensorInfo
 from rtp_llm.errors import Problem, TransportError
 from rtp_llm.transport.faults import TransportFault
+from rtp_llm.transport.scratch.gather import Mapped
+
+#: What lies between runs is read along where it is less than a quarter of them: page faults would cost more.
+_WORTH = 4
 
 
 class Files:
@@ -27,6 +31,7 @@ class Files:
         self._files: Mapping[str, FileInfo] = {f.name: f for f in files}
         self._name: str | None = None
         self._descriptor = -1
+        self._mapped: Mapped | None = None
 
     def __enter__(self) -> Files:
         return self
@@ -58,6 +63,24 @@ class Files:
         except OSError as error:
             raise TransportError(_refused(tensor, goal, error)) from error
 
+    def gather(self, tensor: TensorInfo, start: int, stride: int, length: int, into: memoryview) -> bool:
+        """Fills ``into`` with runs of ``length`` bytes, ``stride`` apart, from offset ``start`` of ``tensor``'s file, if that can be
+        done without reading what lies between (:meth:`.Mapped.gather`); says whether it was.
+
+        Raises:
+            TransportError: the file has changed, or the system reports an error.
+        """
+        if (stride - length) * _WORTH < length:
+            return False
+        try:
+            if tensor.file != self._name:
+                self._open(tensor.file)
+            if self._mapped is None:
+                self._mapped = Mapped(self._descriptor, self._files[tensor.file].size)
+        except OSError as error:
+            raise TransportError(_refused(tensor, len(into), error)) from error
+        return self._mapped.gather(start, stride, length, into)
+
     def read(self, tensor: TensorInfo, into: memoryview) -> None:
         """Fills ``into`` with all of a tensor's bytes."""
         self.scatter(tensor, tensor.start, [into], tensor.nbytes)
@@ -80,6 +103,9 @@ class Files:
             )
 
     def _close(self) -> None:
+        if self._mapped is not None:
+            self._mapped.close()
+            self._mapped = None
         if self._name is not None:
             os.close(self._descriptor)
             self._name = None
