@@ -1,8 +1,7 @@
 """What a load does before its first byte, step by step, in a fresh process: ``python -m rtp_llm.bench.start CKPT --device cuda:0``.
 
-One JSON line: seconds of ``plan``; of ``team``, the reader threads with their buffers, alone and not beside the plan as in a load; of
-``allocate``, the parameters one by one; and of ``allocate_reserved``, the same after torch's allocator was made to hold all their
-memory by one request.  Imports and the device's context are outside of them.
+One JSON line: seconds of ``plan``; of ``team``, the reader threads with their buffers, alone and not beside the plan as in a load; and of
+``allocate``, the parameters.  Imports and the device's context are outside of them.
 """
 
 from __future__ import annotations
@@ -44,16 +43,9 @@ def run(checkpoint: str, device: torch.device, load: LoadConfig) -> dict[str, fl
         if team is not None:
             team.work(lambda staging: Moved(0, 0, 0, 0))
     found["team"] = time.perf_counter() - start
-    for name in ("allocate", "allocate_reserved"):
-        model = draft(checkpoint, parallel, load, groups_at(parallel), device.type).model
-        start = time.perf_counter()
-        if name == "allocate_reserved":
-            torch.empty(drafted.plan.bytes_resident, dtype=torch.uint8, device=device)
-        params = allocate(model, drafted.plan, device)
-        found[name] = time.perf_counter() - start
-        del params, model
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    start = time.perf_counter()
+    allocate(drafted.model, drafted.plan, device)
+    found["allocate"] = time.perf_counter() - start
     return found
 
 

@@ -103,13 +103,14 @@ def test_a_load_that_cannot_be_planned_leaves_no_thread(tmp_path: Path) -> None:
 
 
 def test_they_start_before_the_load_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And it is they who read it: no other threads come."""
+    """The first one, which fetches the others; and it is they who read it: nobody else does."""
     directory, seen = save_tiny_llama(tmp_path / "llama"), []
     plan, read = loading.draft, os.preadv
     monkeypatch.setattr(loading, "draft", lambda *args: (seen.append(set(readers())), plan(*args))[1])
     monkeypatch.setattr(os, "preadv", lambda *args: (seen.append({threading.current_thread().name}), read(*args))[1])
     load_model(directory, load=LoadConfig(device="cpu", reader_threads=3, kernels="torch"))
-    assert len(seen[0]) == 3 and set().union(*seen) == seen[0] and len(seen) > 1
+    team = {f"rtp_llm-read-{number}" for number in range(3)}
+    assert "rtp_llm-read-0" in seen[0] and set().union(*seen) <= team and len(seen) > 1
     assert readers() == []
 
 

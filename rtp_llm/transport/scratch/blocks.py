@@ -4,7 +4,7 @@ Bytes are read by vectored calls (``preadv``), which scatter wanted bytes to the
 scrap buffer.  So small neighbours cost one call together, and the columns of a row-parallel matrix cost one call for
 hundreds of rows instead of one for each row.
 
-Everything that takes Python more than a few additions is done here, before the reader threads start: they share one
+Everything that takes Python more than a few additions is done here, by the thread that waits for the readers: they share one
 interpreter lock, which at 45 GB/s has 180 microseconds for each 8 MiB.
 """
 
@@ -147,7 +147,11 @@ def work_of(
         yield _block(pending)
 
 
-def _block(pending: list[tuple[Extent, torch.Tensor | None]]) -> Block:
+def _block(pending: list[tuple[Extent, torch.Tensor | None]]) -> Stretch | Block:
+    """What is read together; one run alone that has a flat place needs no more than a stretch does."""
+    (extent, place), *more = pending
+    if place is not None and not more and not extent.runs.steps:
+        return Stretch(extent.part.tensor, extent.first, place, 0, extent.nbytes)
     return Block(tuple(e for e, _ in pending), tuple(p for _, p in pending))
 
 

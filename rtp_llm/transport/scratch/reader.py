@@ -9,7 +9,9 @@ a tensor that an op cannot pass in parts is held whole, one a thread; the plan c
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from types import TracebackType
 
 import torch
@@ -27,6 +29,9 @@ from rtp_llm.transport.scratch.team import Team
 #: From this many parts on, a block goes to the device in one transfer and is spread there: a transfer for each part
 #: costs about 10 microseconds of a thread's time, as much as 400 KB on the link.
 _ONE_TRANSFER = 4
+
+#: Pieces of work that are handed out together: enough to keep a lock from counting, and few enough to begin at once.
+_AT_ONCE = 16
 
 #: Bytes a thread places before it tells of them: a fiftieth of a second of a thread that reads 3 GB/s.
 _PROGRESS_BYTES = 64 << 20
@@ -48,17 +53,20 @@ class ScratchTransport:
         self._threads, self._buffer_bytes, self._most_gap = threads, buffer_bytes, most_gap
 
     def deliver(self, plan: LoadPlan, sink: Sink, progress: Progress, check: Callable[[], None]) -> Moved:
-        with collector_paused():
-            work = _Work(list(work_of(plan, sink.direct, self._buffer_bytes, self._most_gap)))
+        work = _Work()
         whole = threading.Lock()
 
         def read(staging: Staging) -> Moved:
             files = Files(self._directory, plan.files)
             return _Reader(files, sink, progress, self._device, self._buffer_bytes, self._most_gap, whole).run(work, check, staging)
 
+        def prepare() -> None:
+            with collector_paused():
+                work.fill(work_of(plan, sink.direct, self._buffer_bytes, self._most_gap))
+
         with self._team or Team[Moved](self._device, self._threads, self._buffer_bytes) as team:
             try:
-                moved = team.work(read)
+                moved = team.work(read, prepare)
             finally:  # after an error of one, or an interrupt here, the others stop at their next piece of work
                 work.stop()
                 sink.stop()
@@ -71,15 +79,15 @@ class ScratchTransport:
 
 
 class _Work:
-    """Pieces of work, handed out in file order to whoever asks next.
+    """Pieces of work, handed out in file order to whoever asks next, while those that come later are still being prepared.
 
     Each reader works within its context: one that leaves it with an error ends the work of all.
     """
 
-    def __init__(self, pieces: Sequence[Stretch | Comb | Block]) -> None:
-        self._lock = threading.Lock()
-        self._stopped = False
-        self._pieces = iter(pieces)
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._pieces: deque[Stretch | Comb | Block] = deque()
+        self._complete = self._stopped = False
 
     def __enter__(self) -> _Work:
         return self
@@ -88,13 +96,28 @@ class _Work:
         if error is not None:
             self.stop()
 
+    def fill(self, pieces: Iterator[Stretch | Comb | Block]) -> None:
+        """Takes in everything there is to do."""
+        while some := list(islice(pieces, _AT_ONCE)):
+            with self._changed:
+                if self._stopped:
+                    return
+                self._pieces.extend(some)
+                self._changed.notify(len(some))
+        with self._changed:
+            self._complete = True
+            self._changed.notify_all()
+
     def next(self) -> Stretch | Comb | Block | None:
-        with self._lock:
-            return None if self._stopped else next(self._pieces, None)
+        with self._changed:
+            self._changed.wait_for(lambda: self._pieces or self._complete or self._stopped)
+            return self._pieces.popleft() if self._pieces and not self._stopped else None
 
     def stop(self) -> None:
-        with self._lock:
+        """Nothing more is handed out."""
+        with self._changed:
             self._stopped = True
+            self._changed.notify_all()
 
 
 class _Reader:
@@ -155,6 +178,8 @@ class _Reader:
             self._files.scatter(piece.tensor, piece.start, [into[: piece.nbytes]], piece.nbytes)
             return
         length, gap = piece.length, piece.stride - piece.length
+        if self._files.gather(piece.tensor, piece.start, piece.stride, length, into[: piece.nbytes]):
+            return
         buffers = combs.get((length, gap), [])
         if len(buffers) < 2 * piece.count:
             scrap = self._scrap[:gap]
@@ -210,7 +235,12 @@ class _Reader:
         self._files.scatter(block.extents[0].part.tensor, first, buffers, at - first)
 
     def _read_runs(self, item: Extent, place: memoryview) -> None:
-        """Reads one part: in one call if it is one run, else a call for each group of runs with what lies between."""
+        """Reads one part: in one call if it is one run; else without what lies between its runs, or a call for each group of them with
+        that."""
+        if len(item.runs.steps) == 1:
+            (_, stride), *_ = item.runs.steps
+            if self._files.gather(item.part.tensor, item.first, stride, item.runs.length, place):
+                return
         offsets, length, tensor = item.runs.offsets(), item.runs.length, item.part.tensor
         for first, last in _groups(offsets, length, self._most_gap):
             buffers = [place[first * length : (first + 1) * length]]

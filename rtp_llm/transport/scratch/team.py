@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -25,13 +26,13 @@ class Team(Generic[T]):
     def __init__(self, device: torch.device, threads: int, buffer_bytes: int) -> None:
         self._device, self._buffer_bytes = device, buffer_bytes
         self._job: Future[Callable[[Staging], T] | None] = Future()
-        self._pool = ThreadPoolExecutor(threads, "rtp_llm-read")
-        self._threads = threads
-        self._working: list[Future[T | None]] = []
+        self._results: tuple[Future[T | None], ...] = tuple(Future() for _ in range(threads))
+        self._first: threading.Thread | None = None
 
     def __enter__(self) -> Team[T]:
-        if not self._working:  # whoever has the job enters the context of a team that is ready once more
-            self._working = [self._pool.submit(self._run) for _ in range(self._threads)]
+        if self._first is None:  # whoever has the job enters the context of a team that is ready once more
+            self._first = self._thread(0)
+            self._first.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -41,21 +42,42 @@ class Team(Generic[T]):
         """Ends the threads; those without a job, which then will not come, leave at once."""
         if not self._job.done():
             self._job.set_result(None)
-        self._pool.shutdown()
+        if self._first is not None:
+            self._first.join()
 
-    def work(self, job: Callable[[Staging], T]) -> list[T]:
-        """Runs ``job`` once in every thread; returns what each has returned.
+    def work(self, job: Callable[[Staging], T], meanwhile: Callable[[], None] = lambda: None) -> list[T]:
+        """Runs ``job`` once in every thread, and ``meanwhile`` in this one; returns what each thread has returned.
 
         Raises:
-            Exception: the first error of a thread, its own or one of getting its buffers, as soon as it is known.  The
-                others then are still at work: whoever knows the job stops them.
+            Exception: the first error of a thread, its own or one of getting its buffers, as soon as it is known, or that of
+                ``meanwhile``.  The others then are still at work: whoever knows the job stops them.
         """
         self._job.set_result(job)
-        done, _ = wait(self._working, return_when=FIRST_EXCEPTION)
-        for thread in done:
-            thread.result()
-        found = [thread.result() for thread in self._working]
+        meanwhile()
+        done, _ = wait(self._results, return_when=FIRST_EXCEPTION)
+        for result in done:
+            result.result()
+        found = [result.result() for result in self._results]
         return [result for result in found if result is not None]
+
+    def _thread(self, number: int) -> threading.Thread:
+        return threading.Thread(target=self._answer, args=(number,), name=f"rtp_llm-read-{number}")
+
+    def _answer(self, number: int) -> None:
+        """What each thread does; the first one also starts the others, which takes its time and not the caller's, and waits for them."""
+        others: list[threading.Thread] = []
+        try:
+            if number == 0:
+                for other in range(1, len(self._results)):
+                    thread = self._thread(other)
+                    thread.start()
+                    others.append(thread)
+            self._results[number].set_result(self._run())
+        # Whatever it is belongs to the thread that waits.
+        except BaseException as error:  # noqa: BLE001
+            self._results[number].set_exception(error)
+        for thread in others:
+            thread.join()
 
     def _run(self) -> T | None:
         with Staging(self._device, self._buffer_bytes) as staging:
