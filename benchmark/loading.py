@@ -42,7 +42,7 @@ from rtp_llm.bench.plot import check_plot
 from rtp_llm.bench.ranks import launch
 from rtp_llm.bench.request import COLD, WARM, Request
 from rtp_llm.bench.summary import machine
-from rtp_llm.bench.synthetic import Made, llama, many_tensors, write_checkpoint
+from rtp_llm.bench.synthetic import Made, llama, many_tensors, qwen3_moe, write_checkpoint
 from rtp_llm.checkpoint import read_catalog
 from rtp_llm.config import LoadConfig, ParallelConfig
 from rtp_llm.errors import RtpLlmError
@@ -71,9 +71,6 @@ class Sizes:
 
 QUICK = Sizes(0.1, 0.05, (0.02, 0.05, 0.1), (100, 1000), 0.05, (1, 2), 1, 1)
 FULL = Sizes(16, 4, (1, 2, 4, 8, 16, 32), (100, 1_000, 10_000, 100_000), 1.0, (1, 2, 4, 8, 16, 32), 5, 5)
-
-#: Tensors of the checkpoint with experts: 12 layers of 128 of them.
-EXPERT_TENSORS = 4_700
 
 
 class Budget:
@@ -170,7 +167,7 @@ def sharing(sizes: Sizes, checkpoint: Path, scratch: Path, device: str, budget: 
         if not budget.allows(name):
             continue
         if directory == experts:
-            write_checkpoint(experts, many_tensors(EXPERT_TENSORS, int(sizes.experts_gb * 1e9)))
+            write_checkpoint(experts, qwen3_moe(sizes.experts_gb))
         load = dataclasses.replace(LoadConfig.from_environment(os.environ), device=kind, load_method="scratch", kernels="torch")
         found = []
         for _ in range(sizes.runs):

@@ -28,10 +28,7 @@ from typing import Any
 from rtp_llm.bench.cache import warm
 from rtp_llm.bench.faults import BenchError
 from rtp_llm.bench.ranks import run_commands
-from rtp_llm.bench.synthetic import Made, llama, many_tensors, write_checkpoint
-
-#: Tensors of the checkpoint with experts before they are stacked: 18 layers of 128 experts.
-_TENSORS = 7_000
+from rtp_llm.bench.synthetic import Made, llama, qwen3_moe, write_checkpoint
 
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight")
 
@@ -76,8 +73,8 @@ def stacked(made: Made) -> Made:
     return Made(made.config, shapes)
 
 
-def checkpoints(gb: float, tensors: int) -> dict[str, Made]:
-    experts = many_tensors(tensors, int(gb * 1e9))
+def checkpoints(gb: float) -> dict[str, Made]:
+    experts = qwen3_moe(gb)
     return {"llama": llama(gb), "experts": experts, "stacks": stacked(experts)}
 
 
@@ -85,10 +82,10 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     if options.worker is not None:
         return _worker(json.loads(options.worker))
-    gb, tensors, runs = (0.1, 400, 1) if options.quick else (options.gb, _TENSORS, options.runs)
+    gb, runs = (0.1, 1) if options.quick else (options.gb, options.runs)
     print("| checkpoint | split | how | seconds (range) | GB/s placed | read | extra bytes a rank (predicted) |")
     print("|---|---|---|---|---|---|---|")
-    for name, made in checkpoints(gb, tensors).items():
+    for name, made in checkpoints(gb).items():
         with tempfile.TemporaryDirectory(prefix="rtp_llm-bench-", dir=options.dir) as folder:
             write_checkpoint(Path(folder), made)
             for row in ROWS:

@@ -28,6 +28,12 @@ _WIDTHS = (
     (0.2, 1024, 4096, 16, 8, 16000),
     (0.0, 256, 1024, 8, 4, 2000),
 )
+#: The same of a mixture of experts: least GB, hidden, an expert's intermediate size, experts, heads, KV heads, elements of a head,
+#: vocabulary.  The first is Qwen3-30B-A3B's, but for its vocabulary.
+_SPARSE_WIDTHS = (
+    (4.0, 2048, 768, 128, 32, 4, 128, 32000),
+    (0.0, 512, 128, 32, 8, 4, 64, 2000),
+)
 #: Experts of a layer in :func:`many_tensors`, three tensors each: as few as keep the layers at most as many as published
 #: models have.
 _EXPERTS, _LAYERS = (32, 64, 128, 256), 128
@@ -68,6 +74,16 @@ def llama(gb: float) -> Made:
     return Made(config, dict(_tensors(layer, count, vocab, hidden)))
 
 
+def qwen3_moe(gb: float) -> Made:
+    """A Qwen3-MoE of about ``gb`` times 10**9 bytes (exact to one layer; at least one layer), a tensor for each expert's matrix."""
+    _, hidden, intermediate, experts, heads, kv_heads, head, vocab = next(row for row in _SPARSE_WIDTHS if gb >= row[0])
+    layer = _sparse_layer(hidden, intermediate, experts, heads, kv_heads, head)
+    around = 2 * vocab * hidden + hidden
+    count = max(1, round((gb * 1e9 / _ITEM - around) / sum(map(prod, layer.values()))))
+    config = _sparse_config(hidden, intermediate, experts, heads, kv_heads, head, vocab, count)
+    return Made(config | {"num_experts_per_tok": 8}, dict(_tensors(layer, count, vocab, hidden)))
+
+
 def many_tensors(count: int, nbytes: int) -> Made:
     """A Qwen3-MoE of about ``count`` tensors and ``nbytes`` bytes: the more tensors, the smaller each is."""
     experts = next((e for e in _EXPERTS if count <= _LAYERS * (3 * e + _BESIDE)), _EXPERTS[-1])
@@ -78,27 +94,39 @@ def many_tensors(count: int, nbytes: int) -> Made:
     hidden = hidden // 128 * 128 or max(16, hidden // 16 * 16)
     intermediate = max(1, (elements - 4 * hidden * hidden) // (3 * experts * hidden))
     heads = max(1, hidden // 128)
+    vocab = 16
+    layer = _sparse_layer(hidden, intermediate, experts, heads, heads, hidden // heads)
+    config = _sparse_config(hidden, intermediate, experts, heads, heads, hidden // heads, vocab, layers)
+    return Made(config | {"num_experts_per_tok": 2}, dict(_tensors(layer, layers, vocab, hidden)))
+
+
+def _sparse_layer(hidden: int, intermediate: int, experts: int, heads: int, kv_heads: int, head: int) -> dict[str, tuple[int, ...]]:
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm": (hidden,),
-        **{f"self_attn.{x}_proj": (hidden, hidden) for x in "qkvo"},
-        **{f"self_attn.{x}_norm": (hidden // heads,) for x in "qk"},
+        "self_attn.q_proj": (heads * head, hidden),
+        **{f"self_attn.{x}_proj": (kv_heads * head, hidden) for x in "kv"},
+        "self_attn.o_proj": (hidden, heads * head),
+        **{f"self_attn.{x}_norm": (head,) for x in "qk"},
         "post_attention_layernorm": (hidden,),
         "mlp.gate": (experts, hidden),
     }
     for expert in range(experts):
         for part, shape in (("gate", (intermediate, hidden)), ("up", (intermediate, hidden)), ("down", (hidden, intermediate))):
             layer[f"mlp.experts.{expert}.{part}_proj"] = shape
-    vocab = 16
-    config = _config("Qwen3MoeForCausalLM", "qwen3_moe", hidden, hidden, heads, heads, vocab, layers) | {
-        "head_dim": hidden // heads,
+    return layer
+
+
+def _sparse_config(
+    hidden: int, intermediate: int, experts: int, heads: int, kv_heads: int, head: int, vocab: int, layers: int
+) -> dict[str, Any]:
+    return _config("Qwen3MoeForCausalLM", "qwen3_moe", hidden, hidden, heads, kv_heads, vocab, layers) | {
+        "head_dim": head,
         "num_experts": experts,
-        "num_experts_per_tok": 2,
         "moe_intermediate_size": intermediate,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
-    return Made(config, dict(_tensors(layer, layers, vocab, hidden)))
 
 
 def _config(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rtp_llm.bench import ranks, start
+from rtp_llm.bench import ranks, shards, start
 from rtp_llm.bench.faults import BenchError
 from rtp_llm.bench.growth import draw, exponent, growth, steepest
 from rtp_llm.config import LoadConfig, ParallelConfig
@@ -67,4 +67,14 @@ def test_steps_of_a_start(checkpoint: Path, capsys: pytest.CaptureFixture[str]) 
     """One line with seconds of each step; nothing is loaded."""
     assert start.main([str(checkpoint), "--device", "cpu"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"plan", "team", "allocate", "allocate_reserved"} and all(seconds > 0 for seconds in found.values())
+    assert set(found) == {"plan", "team", "allocate"} and all(seconds > 0 for seconds in found.values())
+
+
+def test_rows_against_columns(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line with what each kind of matrix takes; of a small Llama a rank keeps half of each."""
+    assert shards.main([str(checkpoint), "--turns", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["row"]["bytes"] < found["column"]["bytes"]
+    for kind in ("column", "row"):
+        assert len(found[kind]["bytes_per_s"]) == 2 and all(rate > 0 for rate in found[kind]["bytes_per_s"])
+        assert found[kind]["bytes"] <= found[kind]["bytes_read"]
