@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rtp_llm.errors import ConfigError, Problem
+from rtp_llm.runtime.chat import brief, chat_texts
 from rtp_llm.runtime.faults import RuntimeFault
 
 #: What transformers raises for tokenizer files that are absent or make no sense.
 _TOKENIZER_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, IndexError, RecursionError)
-
-#: What a template may raise: its own errors, and those of the expressions in it.
-_TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-
 
 #: What decoders put in the place of bytes that are no character yet.
 _INCOMPLETE = "\ufffd"
@@ -40,15 +35,10 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
             "the tokenizer cannot be loaded",
             file="tokenizer.json",
             expected="tokenizer files that transformers can read without the checkpoint's own code",
-            actual=_brief(error),
+            actual=brief(error),
             fix="copy tokenizer.json and tokenizer_config.json from where the model was published",
         )
         raise ConfigError(problem) from error
-
-
-def _brief(error: Exception) -> str:
-    first = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {first[0] if first else 'no message'}"[:300]
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, raw: bool) -> list[int]:
@@ -57,34 +47,48 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, raw: bool)
     Raises:
         ConfigError: no chat template, a broken one, or a prompt without a single token.
     """
-    ids = _plain(tokenizer(prompt)["input_ids"]) if raw else _chat(tokenizer, prompt)
-    if not ids:
-        problem = Problem(RuntimeFault.BAD_PROMPT, "the prompt has no tokens", expected="at least one token", actual=repr(prompt))
-        raise ConfigError(problem)
-    return ids
+    return encode_text(tokenizer, prompt_texts(tokenizer, [prompt], raw=raw)[0], raw=raw)
 
 
-def _chat(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+def prompt_texts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, raw: bool) -> list[str]:
+    """What the model is to read for each prompt, for :func:`encode_text`.
+
+    Raises:
+        ConfigError: no chat template, a broken one, or one that does not come to an end.
+    """
+    if raw:
+        return list(prompts)
     if not tokenizer.chat_template:
         fix = "use --raw, or a checkpoint that was trained to chat"
         where = "tokenizer_config.json or chat_template.jinja"
         raise ConfigError(
             Problem(RuntimeFault.NO_CHAT_TEMPLATE, "the checkpoint has no chat template", expected=where, actual="none", fix=fix)
         )
-    encoded: Any
-    messages = [{"role": "user", "content": prompt}]
     try:
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    except _TEMPLATE_ERRORS as error:
+        template = tokenizer.get_chat_template()
+    except ValueError as error:  # several, and none of them the default
         problem = Problem(
-            RuntimeFault.BAD_CHAT_TEMPLATE, "the chat template fails", actual=_brief(error), expected="a prompt", fix="use --raw"
+            RuntimeFault.NO_CHAT_TEMPLATE,
+            "no chat template is its default",
+            expected="one of that name",
+            actual=brief(error),
+            fix="use --raw",
         )
         raise ConfigError(problem) from error
-    return _plain(encoded["input_ids"])
+    return chat_texts(template, tokenizer.special_tokens_map, prompts)
 
 
-def _plain(ids: Sequence[Any]) -> list[int]:
-    return [int(i) for i in ids]
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, raw: bool) -> list[int]:
+    """Token ids of a text of :func:`prompt_texts`.  A chat template has written its special tokens out; a raw text gets the tokenizer's.
+
+    Raises:
+        ConfigError: a text without a single token.
+    """
+    ids = [int(i) for i in tokenizer(text, add_special_tokens=raw)["input_ids"]]
+    if not ids:
+        problem = Problem(RuntimeFault.BAD_PROMPT, "the prompt has no tokens", expected="at least one token", actual=repr(text))
+        raise ConfigError(problem)
+    return ids
 
 
 class TextStream:

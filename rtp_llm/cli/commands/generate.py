@@ -185,13 +185,13 @@ def _requests(
     """
     from rtp_llm.errors import ConfigError, Problem
     from rtp_llm.runtime.generation import Request
-    from rtp_llm.runtime.tokenizer import encode_prompt
+    from rtp_llm.runtime.tokenizer import encode_text, prompt_texts
 
     requests: list[Request] = []
     problems: list[Problem] = []
-    for number, prompt in enumerate(prompts, 1):
+    for number, text in enumerate(prompt_texts(tokenizer, prompts, raw=asked.raw), 1):
         try:
-            ids = encode_prompt(tokenizer, prompt, raw=asked.raw)
+            ids = encode_text(tokenizer, text, raw=asked.raw)
             limits.check(ids)
             requests.append(Request(tuple(ids), limits.room(len(ids), asked.max_new_tokens), sampling))
         except ConfigError as error:
