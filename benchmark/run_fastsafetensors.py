@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
         return _one(options.rank_of, options.device)
     started = time.monotonic()
     with _checkpoint(options.checkpoint, 0.1 if options.quick else 16.0) as directory:
-        cases = [Case(row, cache) for row in ROWS for cache in row.caches]
+        cases = [Case(row, cache) for row in ROWS for cache in row.caches if not options.only or f"{row.name}, {cache}" in options.only]
         for turn in range(options.runs or (1 if options.quick else 5)):
             for case in cases:
                 left = 60 * options.minutes - (time.monotonic() - started)
@@ -121,6 +121,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, help="a checkpoint directory; without it one is made and removed")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--runs", type=int, help="at most so many of each row")
+    parser.add_argument("--only", nargs="+", metavar="ROW", choices=[f"{row.name}, {cache}" for row in ROWS for cache in row.caches])
     parser.add_argument("--minutes", type=float, default=5.0, help="a row is run again only if that ends within them")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)

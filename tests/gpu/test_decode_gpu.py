@@ -59,7 +59,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 #: With experts: each is decoded by graphs, against plain passes by the same kernels.
-WITH_EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe")
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss")
 
 
 def saved(name: str, folder: Path) -> str:
