@@ -13,7 +13,8 @@ import torch
 
 from rtp_llm import LoadConfig, load_model
 from rtp_llm.errors import CheckpointError
-from rtp_llm.transport.scratch import staging
+from rtp_llm.transport.scratch import team
+from rtp_llm.transport.scratch.staging import Pinned, Staging
 from tests.loader.faults import HARMS, LOCKED, Noted, assert_nothing_left, in_a_process
 
 pytestmark = pytest.mark.gpu
@@ -38,16 +39,19 @@ def test_the_next_load_is_whole(found: dict[str, dict[str, Any]]) -> None:
 
 def test_buffers_of_a_load_that_cannot_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are made while others plan: when that fails they are given back."""
-    monkeypatch.setattr(staging, "_Pinned", Noted)
+    monkeypatch.setattr(team, "Pinned", Noted)
     with pytest.raises(CheckpointError):
         load_model(tmp_path, load=LoadConfig(device="cuda"))
     assert LOCKED == []
 
 
 def test_buffers_are_locked_and_whole() -> None:
-    """Both buffers of a thread lie in one piece of locked memory, which a copy without waiting takes as such."""
-    with staging.Staging(torch.device("cuda"), 1 << 20) as own:
-        own.prepare()
+    """Both buffers of a thread lie in locked memory, which a copy without waiting takes as such, until it is given back."""
+    pinned = Pinned(2, 1 << 20)
+    for number in range(2):
+        pinned.touch(number)
+    pinned.wait()
+    with Staging(torch.device("cuda"), 1 << 20, pinned.parts[1]) as own:
         slots = [own.take(1 << 20), own.take(1 << 20)]
         assert slots[0].tensor.data_ptr() != slots[1].tensor.data_ptr()
         assert all(slot.tensor.numel() == 1 << 20 and slot.tensor.is_pinned() for slot in slots)
@@ -57,3 +61,5 @@ def test_buffers_are_locked_and_whole() -> None:
         own.give(slots[0])
         torch.cuda.synchronize()
         assert torch.equal(copied.cpu(), content)
+    pinned.release()
+    assert not pinned.parts[1].is_pinned()

@@ -26,7 +26,8 @@ from rtp_llm import LoadConfig, load_model
 from rtp_llm.bench.synthetic import llama, write_checkpoint
 from rtp_llm.errors import RtpLlmError
 from rtp_llm.loader import load as loading
-from rtp_llm.transport.scratch import staging
+from rtp_llm.transport.scratch import team
+from rtp_llm.transport.scratch.staging import Pinned
 from tests.support.paths import child_env
 
 _THREADS = 3
@@ -102,19 +103,20 @@ def little_memory(share: float) -> Iterator[None]:
 
 
 #: Page-locked memory that has not been given back.
-LOCKED: list[staging._Pinned] = []
+LOCKED: list[Pinned] = []
 
 
-class Noted(staging._Pinned):
+class Noted(Pinned):
     """Page-locked memory that is noted while it is."""
 
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes)
+    def _register(self) -> None:
+        super()._register()
         LOCKED.append(self)
 
     def release(self) -> None:
         super().release()
-        LOCKED.remove(self)
+        if self in LOCKED:
+            LOCKED.remove(self)
 
 
 def left(device: str) -> dict[str, Any]:
@@ -147,7 +149,7 @@ def tried(directory: Path, device: str) -> dict[str, Any]:
 
 
 def main(directory: Path, device: str) -> dict[str, dict[str, Any]]:
-    staging._Pinned = Noted  # type: ignore[misc]
+    team.Pinned = Noted  # type: ignore[misc]
     file = next(directory.glob("*.safetensors"))
     whole = file.read_bytes()
     harms = {

@@ -12,6 +12,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from rtp_llm.parallel.groups import groups_at
 from rtp_llm.parallel.world import World
 from rtp_llm.transport.interface import Moved
 from rtp_llm.transport.scratch import staging as staging_module
+from rtp_llm.transport.scratch import team as team_module
 from rtp_llm.transport.scratch.staging import Staging, in_huge_pages
 from rtp_llm.transport.scratch.team import Team
 from tests.support.paths import child_env
@@ -43,10 +45,10 @@ def test_a_job_runs_once_in_every_thread() -> None:
     prepared = []
 
     class Counting(Staging):
-        def prepare(self) -> None:
-            super().prepare()
+        def __enter__(self) -> Staging:
             prepared.append(self)
             ready.wait(timeout=30)
+            return super().__enter__()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rtp_llm.transport.scratch.team.Staging", Counting)
@@ -87,7 +89,7 @@ def test_an_error_of_one_thread_is_raised(where: str, monkeypatch: pytest.Monkey
         return 1
 
     if where == "preparing":
-        monkeypatch.setattr(Staging, "prepare", lambda staging: once())
+        monkeypatch.setattr(Staging, "__enter__", lambda staging: once() or staging)
     with Team[int](CPU, 3, 64) as team:
         with pytest.raises(OSError, match="locked memory"):
             team.work(job)
@@ -149,23 +151,83 @@ print(found)
     assert (done.returncode, done.stdout.strip()) == (0, "3"), done.stderr
 
 
+class Runtime:
+    """No CPU has CUDA's calls: this stands for a runtime that locks memory, or refuses every byte."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, refused: int = 0) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self._refused = refused
+        runtime = SimpleNamespace(
+            cudaError=enum.IntEnum("error", {"success": 0, "memory": 2}),
+            cudaGetErrorString=lambda _: "out of memory",
+            cudaHostRegister=lambda address, nbytes, flags: self._called("lock", nbytes),
+            cudaHostUnregister=lambda address: self._called("unlock", 0),
+        )
+        monkeypatch.setattr(torch.cuda, "_cudart", runtime)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+
+    def _called(self, name: str, nbytes: int) -> int:
+        self.calls.append((name, nbytes))
+        return self._refused
+
+
+class OnHost(Staging):
+    """A thread's buffers without a stream of a GPU."""
+
+    def __init__(self, device: torch.device, buffer_bytes: int, pinned: torch.Tensor | None = None) -> None:
+        super().__init__(CPU, buffer_bytes)
+        self.pinned = pinned
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_memory_of_all_threads_is_locked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whoever has touched the last part, before any thread works; unlocked when all have ended."""
+    runtime = Runtime(monkeypatch)
+    monkeypatch.setattr(team_module, "Staging", OnHost)
+
+    def job(staging: Any) -> tuple[int, int, list[tuple[str, int]]]:
+        assert not staging.pinned.any()
+        return staging.pinned.data_ptr(), staging.pinned.numel(), list(runtime.calls)
+
+    with Team[Any](CUDA, 3, 3 << 20) as team:
+        found = team.work(job)
+        assert runtime.calls == [("lock", 18 << 20)]
+    assert runtime.calls == [("lock", 18 << 20), ("unlock", 0)]
+    assert len({address for address, _, _ in found}) == 3 and all(address % (2 << 20) == 0 for address, _, _ in found)
+    assert {(nbytes, *calls) for _, nbytes, calls in found} == {(6 << 20, ("lock", 18 << 20))}
+
+
+def test_one_thread_without_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error is the one that is told; the others do not wait for its part, and nothing is locked."""
+    runtime, first = Runtime(monkeypatch), threading.Lock()
+
+    class Failing(OnHost):
+        def __enter__(self) -> Staging:
+            if first.acquire(blocking=False):
+                raise OSError("no stream")
+            return super().__enter__()
+
+    monkeypatch.setattr(team_module, "Staging", Failing)
+    with pytest.raises(OSError, match="no stream"), Team[int](CUDA, 3, 64) as team:
+        team.work(lambda staging: 1)
+    assert readers() == [] and runtime.calls == []
+
+
 @pytest.mark.parametrize(("limit", "told"), [((8 << 20, 8 << 20), "8388608 bytes"), ((-1, -1), "unlimited")])
 def test_memory_that_cannot_be_locked(limit: tuple[int, int], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's refusal reaches whoever asked for the work as one of our errors: how much, which limit holds, what to do."""
-    # No CPU has this call: it stands for a runtime that refuses every byte, behind torch's own check of what it returned.
-    error = enum.IntEnum("error", {"success": 0, "memory": 2})
-    runtime = SimpleNamespace(cudaError=error, cudaHostRegister=lambda *_: 2, cudaGetErrorString=lambda _: "out of memory")
-    monkeypatch.setattr(torch.cuda, "_cudart", runtime)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    runtime = Runtime(monkeypatch, refused=2)
+    monkeypatch.setattr(team_module, "Staging", OnHost)
     monkeypatch.setattr(resource, "getrlimit", lambda _: limit)
-    monkeypatch.setattr(Staging, "prepare", lambda staging: staging_module._Pinned(2 << 20))
-    with Team[int](CPU, 2, 64) as team, pytest.raises(TransportError) as caught:
+    with Team[int](CUDA, 2, 1 << 20) as team, pytest.raises(TransportError) as caught:
         team.work(lambda staging: 1)
     (problem,) = caught.value.problems
-    assert problem.code == "LOCK_REFUSED" and "2097152 bytes" in str(problem.expected)
+    assert problem.code == "LOCK_REFUSED" and "4194304 bytes (2 buffers for each of 2 threads)" in str(problem.expected)
     assert "out of memory (2)" in str(problem.actual) and f"ulimit -l) is {told}" in str(problem.actual)
     assert "--reader_threads" in str(problem.fix) and "--buffer_mib" in str(problem.fix)
-    assert readers() == []
+    assert readers() == [] and runtime.calls == [("lock", 4 << 20)]
 
 
 def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:

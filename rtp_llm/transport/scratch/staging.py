@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import resource
+import threading
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -41,18 +43,20 @@ class Slot:
 
 class Staging:
     """Hands out buffers.  On the CPU there is one, allocated on first use, since a load that goes straight into parameters needs
-    none; for CUDA there are :data:`CUDA_BUFFERS`, made by :meth:`prepare` or on first use.
+    none; for CUDA there are :data:`CUDA_BUFFERS`, in ``pinned`` memory.
 
     Within its context the thread's current stream is one of its own.
     """
 
-    def __init__(self, device: torch.device, buffer_bytes: int) -> None:
+    def __init__(self, device: torch.device, buffer_bytes: int, pinned: torch.Tensor | None = None) -> None:
         self._buffer_bytes = buffer_bytes
         self._slots: list[Slot] = []
-        self._pinned: _Pinned | None = None
         self._turn = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._current = torch.cuda.stream(self._stream)  # does nothing for None
+        if pinned is not None:
+            parts = torch.split(pinned, buffer_bytes)[:CUDA_BUFFERS]
+            self._slots = [Slot(part, torch.cuda.Event()) for part in parts]  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Staging:
         self._current.__enter__()  # type: ignore[no-untyped-call]
@@ -65,20 +69,16 @@ class Staging:
         finally:
             self._current.__exit__(kind, error, trace)
             self._slots.clear()
-            if self._pinned is not None:
-                self._pinned.release()
-
-    def prepare(self) -> None:
-        """Makes the buffers that every load needs, ahead of it."""
-        if self._stream is not None and not self._slots:
-            self._make()
 
     def take(self, nbytes: int) -> Slot:
         """A buffer of at least ``nbytes`` whose earlier content has left it; to be given back by :meth:`give`."""
         if nbytes > self._buffer_bytes:
             # A tensor that is read whole: a buffer of its own, gone as soon as it is placed.
             return Slot(torch.empty(nbytes, dtype=torch.uint8))
-        slot = self._next()
+        if not self._slots:
+            self._slots = [Slot(torch.empty(self._buffer_bytes, dtype=torch.uint8))]
+        self._turn = (self._turn + 1) % len(self._slots)
+        slot = self._slots[self._turn]
         if slot.event is not None:
             slot.event.synchronize()
         return slot
@@ -90,54 +90,72 @@ class Staging:
         elif self._stream is not None:
             self._stream.synchronize()
 
-    def _next(self) -> Slot:
-        if not self._slots:
-            self._make()
-        self._turn = (self._turn + 1) % len(self._slots)
-        return self._slots[self._turn]
 
-    def _make(self) -> None:
-        if self._stream is None:
-            self._slots = [Slot(torch.empty(self._buffer_bytes, dtype=torch.uint8))]
-            return
-        # All of a thread's buffers at once: each call that locks or unlocks memory waits for those of the other threads.
-        self._pinned = _Pinned(CUDA_BUFFERS * self._buffer_bytes)
-        parts = torch.split(self._pinned.tensor, self._buffer_bytes)
-        self._slots = [Slot(part, torch.cuda.Event()) for part in parts]  # type: ignore[no-untyped-call]
+class Pinned:
+    """Page-locked memory of a team, made of huge pages: each thread touches its part, and whoever is last locks all of it.
 
-
-class _Pinned:
-    """Page-locked memory made of huge pages, which are touched here, in the thread that will use them, and registered.
-
-    Locking half a gigabyte takes 0.3 s by ``cudaHostAlloc`` and 0.04 s this way with 16 threads (measured on an H200),
-    since there are 512 times fewer pages to lock and the threads zero them side by side.
-
-    Raises:
-        TransportError: ``LOCK_REFUSED``, where the memory cannot be locked.
+    Locking half a gigabyte takes 0.3 s by ``cudaHostAlloc`` and 0.04 s this way with 16 threads (measured on an H200), since there
+    are 512 times fewer pages to lock and the threads zero them side by side.  One call for all, since such calls wait for each
+    other, and each takes its turn at the interpreter's lock besides.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self.tensor = in_huge_pages(nbytes)
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    def __init__(self, threads: int, buffer_bytes: int) -> None:
+        part_bytes = -(-CUDA_BUFFERS * buffer_bytes // _HUGE_PAGE) * _HUGE_PAGE
+        self._tensor = _huge_pages(threads * part_bytes)
+        self.parts: tuple[torch.Tensor, ...] = torch.split(self._tensor, part_bytes)
+        self._untouched = threads
+        self._lock = threading.Lock()
+        self._locked: Future[None] = Future()
+
+    def touch(self, number: int) -> None:
+        """Makes part ``number`` be there; each thread calls it once, for its own."""
+        _touch(self.parts[number])
+        with self._lock:
+            self._untouched -= 1
+            if self._untouched:
+                return
         try:
-            torch.cuda.check_error(int(runtime.cudaHostRegister(self.tensor.data_ptr(), nbytes, 0)))
-        except torch.cuda.CudaError as error:
-            raise _refused(nbytes, error) from error
+            self._register()
+        # Those who wait for it learn of it, and tell.
+        except BaseException as error:  # noqa: BLE001
+            self._locked.set_exception(error)
+        else:
+            self._locked.set_result(None)
+
+    def give_up(self) -> None:
+        """One thread will not touch its part: the others are not to wait for it."""
+        self._locked.cancel()
+
+    def wait(self) -> None:
+        """Until all is locked.
+
+        Raises:
+            TransportError: ``LOCK_REFUSED``.
+            CancelledError: a thread gave up; its error is the one to tell.
+        """
+        self._locked.result()
 
     def release(self) -> None:
-        """Unlocks the memory; nothing may be copying from it."""
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(int(runtime.cudaHostUnregister(self.tensor.data_ptr())))
+        """Unlocks the memory, if it was locked; nothing may be copying from it."""
+        if self._locked.done() and not self._locked.cancelled() and self._locked.exception() is None:
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr())))  # type: ignore[no-untyped-call]
+
+    def _register(self) -> None:
+        try:
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(int(runtime.cudaHostRegister(self._tensor.data_ptr(), self._tensor.numel(), 0)))
+        except torch.cuda.CudaError as error:
+            raise _refused(self._tensor.numel(), len(self.parts), error) from error
 
 
-def _refused(nbytes: int, error: torch.cuda.CudaError) -> TransportError:
+def _refused(nbytes: int, threads: int, error: torch.cuda.CudaError) -> TransportError:
     # CUDA says "out of memory" whoever set the limit, be it the process's, a container's or the driver's own.
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
     problem = Problem(
         TransportFault.LOCK_REFUSED,
-        "a reader thread's buffers cannot be page-locked",
-        expected=f"{nbytes} bytes ({CUDA_BUFFERS} buffers), and as much for each other thread",
+        "the reader threads' buffers cannot be page-locked",
+        expected=f"{nbytes} bytes ({CUDA_BUFFERS} buffers for each of {threads} threads)",
         actual=f"cudaHostRegister: {error}; the process's own limit (RLIMIT_MEMLOCK, ulimit -l) is {limit}",
         fix="take fewer --reader_threads or a smaller --buffer_mib; or raise the limit: ulimit -l, a container's memory and memlock"
         " (docker run --ulimit memlock=-1), or that of the virtual machine",
@@ -147,12 +165,21 @@ def _refused(nbytes: int, error: torch.cuda.CudaError) -> TransportError:
 
 def in_huge_pages(nbytes: int) -> torch.Tensor:
     """``uint8`` memory of its own, in huge pages where the system has some, all of which are there: touched by this thread."""
+    memory = _huge_pages(nbytes)
+    _touch(memory)
+    return memory
+
+
+def _huge_pages(nbytes: int) -> torch.Tensor:
+    """Memory that becomes huge pages as it is touched."""
     pages = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them (madvise(2), EINVAL)
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     skip = -memory.data_ptr() % _HUGE_PAGE
-    tensor = memory[skip : skip + nbytes]
+    return memory[skip : skip + nbytes]
+
+
+def _touch(memory: torch.Tensor) -> None:
     # A byte of each page, by numpy: zero_ would start as many threads as there are CPUs for each thread that calls it.
-    tensor.numpy()[:: mmap.PAGESIZE] = 0
-    return tensor
+    memory.numpy()[:: mmap.PAGESIZE] = 0
