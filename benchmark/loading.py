@@ -7,7 +7,8 @@ python benchmark/loading.py --only bytes,count --dir /mnt/nvme --json --plot gro
 python benchmark/loading.py --minutes 8 --runs 3 --cold_runs 1 --contenders rtp-llm,instanttensor-tuned,safetensors --plot growth.png
 
 Parts, in this order: bench (loaders, warm and cold), start (what a load does before its first byte), ranks (two processes on one
-device, TP 2 and EP 2), threads, bytes, count.  With --minutes nothing is begun after that time, and what is left out is said.
+device, TP 2 and EP 2, and row-parallel matrices against column-parallel ones), threads, bytes, count.  With --minutes nothing is begun
+after that time, and what is left out is said.
 
 Growth is measured with files in the page cache, in fresh processes, by the median of --runs: seconds against bytes, against
 the number of tensors at fixed bytes, and against reader threads.  The exponent is the slope of a line through the points on
@@ -41,6 +42,7 @@ from rtp_llm.bench.measure import bench, environment, prepare, spawn
 from rtp_llm.bench.plot import check_plot
 from rtp_llm.bench.ranks import launch
 from rtp_llm.bench.request import COLD, WARM, Request
+from rtp_llm.bench.shards import measured as shards
 from rtp_llm.bench.summary import machine
 from rtp_llm.bench.synthetic import Made, llama, many_tensors, qwen3_moe, write_checkpoint
 from rtp_llm.checkpoint import read_catalog
@@ -264,6 +266,13 @@ def show(document: dict[str, Any]) -> None:
             cells = (f"{row['seconds']:.3f}", f"{low:.3f} to {high:.3f}", f"{speed:.2f}", f"{row['bytes_read'] / 1e9:.2f}")
             table.add_row(row["name"], *cells, f"{row['extra_bytes'] / 1e6:.0f}")
         console.print(table)
+    if document["shards"]:
+        table = Table("matrices", "median GB/s", "range", "read of kept", title="TP 2, two processes, one device")
+        for kind, one in document["shards"].items():
+            rates = sorted(rate / 1e9 for rate in one["bytes_per_s"])
+            cells = (f"{statistics.median(rates):.2f}", f"{rates[0]:.2f} to {rates[-1]:.2f}", f"{one['bytes_read'] / one['bytes']:.2f}")
+            table.add_row(f"{kind}-parallel", *cells)
+        console.print(table)
 
 
 def phases_of(runs: Sequence[dict[str, Any]]) -> str:
@@ -317,7 +326,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     parts, sizes, budget = options.only.split(","), sizes_of(options), Budget(options.minutes)
     device = str(resolve_device(options.device, 0))
     document: dict[str, Any] = {"machine": machine([]), "device": device, "runs": sizes.runs, "cold_runs": sizes.cold_runs}
-    document |= {"bench": [], "start": {}, "ranks": [], "growth": {}}
+    document |= {"bench": [], "start": {}, "ranks": [], "shards": {}, "growth": {}}
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="rtp-llm-loading-") as name:
         scratch = Path(name)
         checkpoint = options.checkpoint
@@ -338,6 +347,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             document["start"] = starting(checkpoint, device, sizes.runs)
         if "ranks" in parts:
             document["ranks"] = sharing(sizes, checkpoint, scratch, device, budget)
+            if budget.allows("rows against columns"):
+                prepare(request_for(checkpoint, device, 1), WARM)
+                document["shards"] = shards(str(checkpoint), 2, device.partition(":")[0], sizes.runs)
         if "threads" in parts:
             document["growth"]["threads"] = against_threads(sizes, checkpoint, device, budget)
         if "bytes" in parts:

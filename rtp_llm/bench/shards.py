@@ -1,9 +1,10 @@
-"""Row-parallel matrices against column-parallel ones: ``python -m rtp_llm.bench.shards CKPT --tp 2 --device cuda:0``.
+"""Row-parallel matrices against column-parallel ones: ``python -m rtp_llm.bench.shards CKPT --tp 2 --device cuda``.
 
-The own reader brings the last tensor-parallel rank's part of each kind alone, in turns: on the CPU into fresh memory, as in a load; to a
-GPU as often as it takes to move the bytes of the whole checkpoint, so that locking buffers and starting threads do not count.  Of a
-column-parallel matrix a rank's part lies in one piece in the file; of a row-parallel one it is a part of each row.  One JSON line: by
-kind the bytes that are kept, those read, and for each turn the bytes kept a second.  Files are to be in the page cache.
+All tensor-parallel ranks at once, a process each, which take the device of their number or share the only one, bring their parts of
+each kind alone, in turns, by the own reader: on the CPU into fresh memory, as in a load; to a GPU as often as it takes to move the bytes of
+the checkpoint, so that locking buffers and starting threads do not count.  Of a column-parallel matrix a rank's part lies in one piece in
+the file; of a row-parallel one it is a part of each row.  One JSON line: by kind the bytes that all ranks keep, those that they read, and
+for each turn the bytes kept a second, until the slowest rank is done.  Files are to be in the page cache.
 """
 
 from __future__ import annotations
@@ -19,15 +20,21 @@ from typing import Any
 
 import torch
 
+from rtp_llm.bench.contenders import BY_NAME
+from rtp_llm.bench.measure import environment
+from rtp_llm.bench.ranks import run_commands
 from rtp_llm.config import LoadConfig, ParallelConfig
 from rtp_llm.loader.choose import scratch
 from rtp_llm.loader.device import resolve_device
 from rtp_llm.loader.draft import draft
 from rtp_llm.loader.placement import Placement, allocate
 from rtp_llm.parallel.groups import groups_at
+from rtp_llm.parallel.world import join_world
 from rtp_llm.plan.plan import Delivery
-from rtp_llm.transport.interface import Quiet
+from rtp_llm.transport.interface import Moved, Quiet
 from rtp_llm.transport.scratch.blocks import extent_of
+
+KINDS = ("column", "row")
 
 
 class _Sink(Placement):
@@ -43,40 +50,71 @@ def kind_of(part: Delivery) -> str | None:
     return "row" if extent_of(part).runs.steps else "column"
 
 
-def run(checkpoint: str, device: torch.device, load: LoadConfig, tp_size: int, turns: int) -> dict[str, dict[str, Any]]:
-    """What :mod:`rtp_llm.bench.shards` prints."""
-    parallel = ParallelConfig(tp_size=tp_size, tp_rank=tp_size - 1)
+def measured(checkpoint: str, tp_size: int, device: str, turns: int) -> dict[str, dict[str, Any]]:
+    """What :mod:`rtp_llm.bench.shards` prints.
+
+    Raises:
+        BenchError: a rank that fails.
+    """
+    command = ["-m", "rtp_llm.bench.shards", checkpoint, "--tp", str(tp_size), "--device", device, "--turns", str(turns), "--rank"]
+    ranks = run_commands([[*command, str(rank)] for rank in range(tp_size)], environment(BY_NAME["rtp-llm"]))
+    found = {}
+    for kind in KINDS:
+        nbytes = sum(rank[kind]["bytes"] for rank in ranks)
+        slowest = [max(seconds) for seconds in zip(*(rank[kind]["seconds"] for rank in ranks), strict=True)]
+        read = sum(rank[kind]["bytes_read"] for rank in ranks)
+        found[kind] = {"bytes": nbytes, "bytes_read": read, "bytes_per_s": [nbytes / seconds for seconds in slowest]}
+    return found
+
+
+def one_rank(checkpoint: str, parallel: ParallelConfig, device: torch.device, turns: int) -> dict[str, dict[str, Any]]:
+    """By kind a rank's ``bytes``, ``bytes_read`` and ``seconds`` of each turn; a first one, which warms up, is left out."""
+    load = LoadConfig.from_environment(os.environ)
     drafted = draft(checkpoint, parallel, load, groups_at(parallel), device.type)
     of_kind = {}
-    for kind in ("column", "row"):
+    for kind in KINDS:
         parts = tuple(part for part in drafted.plan.deliveries if kind_of(part) == kind)
         times = -(-drafted.catalog.total_bytes // max(1, sum(part.nbytes for part in parts)))
         of_kind[kind] = replace(drafted.plan, deliveries=parts * (1 if device.type == "cpu" else times))
-    found: dict[str, dict[str, Any]] = {kind: {"bytes": 0, "bytes_read": 0, "bytes_per_s": []} for kind in of_kind}
-    for _ in range(turns + 1):  # the first turn warms up
-        for kind, plan in of_kind.items():
-            sink = _Sink(allocate(drafted.model, drafted.plan, device))
-            start = time.perf_counter()
-            moved = scratch(drafted, device, load).deliver(plan, sink, Quiet(), lambda: None)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            rate = moved.bytes_placed / (time.perf_counter() - start)
-            found[kind] |= {"bytes": moved.bytes_placed, "bytes_read": moved.bytes_read}
-            found[kind]["bytes_per_s"].append(rate)
-    for one in found.values():
-        del one["bytes_per_s"][0]
+    found: dict[str, dict[str, Any]] = {kind: {"seconds": []} for kind in KINDS}
+    world = join_world(os.environ, device.type, load.timeout_s)
+    with world.watch() as watch:
+        for turn in range(turns + 1):
+            for kind, plan in of_kind.items():
+                sink = _Sink(allocate(drafted.model, drafted.plan, device))
+                watch.exchange(b"ready")
+                start = time.perf_counter()
+                moved: Moved = scratch(drafted, device, load).deliver(plan, sink, Quiet(), watch.check)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                seconds = time.perf_counter() - start
+                found[kind] |= {"bytes": moved.bytes_placed, "bytes_read": moved.bytes_read}
+                if turn:
+                    found[kind]["seconds"].append(seconds)
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rtp_llm.bench.shards", description=__doc__)
     parser.add_argument("checkpoint", help="a checkpoint directory")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda:N")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks")
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    load = LoadConfig.from_environment(os.environ)
-    print(json.dumps(run(options.checkpoint, resolve_device(options.device, 0), load, options.tp, options.turns)))
+    if options.tp < 2:
+        parser.error("--tp: of one rank nothing is divided")
+    if options.rank is None:
+        print(json.dumps(measured(options.checkpoint, options.tp, options.device, options.turns)))
+        return 0
+    device = resolve_device(options.device, options.rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+    place = ParallelConfig(tp_size=options.tp, tp_rank=options.rank)
+    print(json.dumps(one_rank(options.checkpoint, place, device, options.turns)))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     return 0
 
 
