@@ -72,8 +72,8 @@ class LoadConfig:
     read_gap_kib: int = setting(
         Whole(0, 65536),
         128,
-        "Unwanted bytes between the rows of a row-parallel matrix that are read rather than skipped, in KiB, where the matrix is not in the "
-        "page cache; 0 reads only what is wanted.",
+        "Unwanted bytes between the rows of a row-parallel matrix that are read rather than skipped, in KiB, where it is not in the page "
+        "cache; 0 reads only what is wanted.",
     )
     verify: bool = setting(Switch(), False, "After the load, read the files again and compare every weight with them.")
     progress: bool = setting(Switch(), True, "Show progress on stderr: a bar on a terminal, else a line every few seconds.")

@@ -175,7 +175,8 @@ class MultiHeadLatentAttention(KernelUser, AttentionUser):
         up_k, up_v = up.split((shape.nope_dim, shape.value_dim), dim=1)
         q_latent = (q[..., : shape.nope_dim].transpose(0, 1) @ up_k).transpose(0, 1)
         seen = self.attention.attend_latent(plan, q_latent, q[..., shape.nope_dim :], latent, shared)
-        return (seen.transpose(0, 1) @ up_v.transpose(1, 2)).transpose(0, 1)
+        values: torch.Tensor = seen.transpose(0, 1) @ up_v.transpose(1, 2)
+        return values.transpose(0, 1)
 
     def _expanded(self, latent: torch.Tensor, shared: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys ``[batch, length, local heads, head_dim]`` and values ``[..., value_dim]`` of what is kept, ``[batch, length, ...]``."""

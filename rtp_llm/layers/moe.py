@@ -84,7 +84,7 @@ class MoE(nn.Module):
         out: torch.Tensor = self.groups.everyone.all_reduce(self.experts(tokens, weights, chosen)).view_as(x)
         if self.shared is None:
             return out
-        shared = self.shared(x)
+        shared: torch.Tensor = self.shared(x)
         return out + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
 
 

@@ -49,7 +49,7 @@ class CudaCapture:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         # One stream for all: what a library keeps for each, such as cuBLAS its 32 MiB of work space, it then has once.
-        self._side = torch.cuda.Stream(device)
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Work) -> Work:
         current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
