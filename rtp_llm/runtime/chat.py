@@ -1,4 +1,4 @@
-"""Chat templates, in a process of their own with limits of time and memory: ``python -m rtp_llm.runtime.chat`` is that process.
+"""Chat templates, in a process of their own with limits of time and memory: :func:`main` is that process.
 
 A template is a program out of a checkpoint.  jinja2's sandbox keeps it from files and from Python's insides, but not from work
 without end: three nested loops, ``9 ** 9 ** 9``, a text of all the memory there is.  Most of that can be ended only from outside.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import resource
 import signal
 import subprocess
@@ -33,6 +32,10 @@ _MORE_CHARACTERS = 1 << 20
 #: Seconds on the wall for imports and everything else, for a process that is stopped rather than busy.
 _PATIENCE_S = 300.0
 
+#: The process.  It has this one's path and so its packages, whatever put them there; ``-m`` would search the working directory first,
+#: which may be the checkpoint.
+_PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from rtp_llm.runtime.chat import main; main()"
+
 #: What a template may raise: its own errors, those of the expressions in it, and the limit of memory.
 _ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 
@@ -45,12 +48,9 @@ def chat_texts(template: str, special_tokens: Mapping[str, Any], prompts: Sequen
     """
     seconds = _SECONDS + _SECONDS_EACH * len(prompts)
     asked = {"template": template, "special_tokens": dict(special_tokens), "prompts": list(prompts), "seconds": seconds}
-    # The same packages as here, whatever put them on this process's path.
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "rtp_llm.runtime.chat"],
-            env=environ,
+            [sys.executable, "-I", "-c", _PROGRAM, *sys.path],
             input=json.dumps(asked).encode(),
             capture_output=True,
             timeout=_PATIENCE_S + seconds,
@@ -117,7 +117,3 @@ def main() -> None:
     except _ERRORS as error:
         answer = {"error": brief(error)}
     print(json.dumps(answer))
-
-
-if __name__ == "__main__":
-    main()

@@ -101,3 +101,13 @@ def test_it_finds_this_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.setattr(sys, "path", [*sys.path, ""])
     assert chat_texts("{{ messages[0].content }}", {}, ["hello"]) == ["hello"]
+
+
+def test_it_runs_no_file_of_the_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The working directory may be the checkpoint: its Python files are found only where this process would find them."""
+    (tmp_path / "rtp_llm").mkdir()
+    for name in ("jinja2.py", "json.py", "sitecustomize.py", "transformers.py", "rtp_llm/__init__.py"):
+        (tmp_path / name).write_text("raise SystemExit('a file of the checkpoint ran')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(ROOT), *(entry for entry in sys.path if entry)])
+    assert chat_texts("{{ messages[0].content }}", {}, ["hello"]) == ["hello"]
