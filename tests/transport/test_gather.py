@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rtp_llm.checkpoint import read_catalog
+from rtp_llm.errors import TransportError
 from rtp_llm.transport.scratch import gather
+from rtp_llm.transport.scratch.files import Files
 from rtp_llm.transport.scratch.gather import Mapped
+from tests.support.paths import child_env
 from tests.transport.test_scratch import Collect, deliver, plan_for
 
 SIZE = 3 << 20
@@ -54,6 +60,65 @@ def test_a_file_that_is_cut(tmp_path: Path, mapped: Mapped) -> None:
     os.truncate(tmp_path / "file", SIZE // 2)
     assert not mapped.gather(0, 8192, 4096, into)
     assert mapped.gather(0, 8192, 4096, into[: 100 * 4096])
+
+
+@pytest.mark.parametrize("left", [1, 50, 99])
+def test_a_file_that_is_cut_at_the_last_moment(tmp_path: Path, mapped: Mapped, monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+    """When its last byte has been asked for and none is copied: the rest of its last page then reads as zeros, and not as an error."""
+    call = mapped._call
+    assert call is not None
+
+    def cut(*args: int) -> int:
+        os.truncate(tmp_path / "file", 9 * 8192 + left)
+        return int(call(*args))
+
+    monkeypatch.setattr(mapped, "_call", cut)
+    assert not mapped.gather(0, 8192, 100, memoryview(bytearray(10 * 100)))
+
+
+def test_a_file_that_is_cut_before_it_is_mapped(tmp_path: Path) -> None:
+    """It has been open, and read from, for some time: what is told is what a read finds."""
+    save_file({"a": torch.randn(600, 64)}, tmp_path / "model.safetensors")
+    catalog = read_catalog(tmp_path)
+    (tensor,) = catalog.tensors
+    into = memoryview(bytearray(600 * 128))
+    with Files(str(tmp_path), catalog.files) as files:
+        files.scatter(tensor, tensor.start, [into[:10]], 10)
+        os.truncate(tmp_path / "model.safetensors", 5000)
+        assert not files.gather(tensor, tensor.start, 256, 128, into)
+        with pytest.raises(TransportError, match="SHORT_READ"):
+            files.read(tensor, memoryview(bytearray(tensor.nbytes)))
+
+
+def test_what_cannot_be_mapped_is_read(tmp_path: Path) -> None:
+    """A process with little address space loads rows of a file that is larger than what is left."""
+    tensors = {"a": torch.randn(600, 64), "b": torch.zeros(1 << 24)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    script = """
+import resource, sys
+from pathlib import Path
+from rtp_llm.checkpoint import read_catalog
+from rtp_llm.transport.scratch.files import Files
+catalog = read_catalog(sys.argv[1])
+tensor = next(t for t in catalog.tensors if t.name == "a")
+held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (held + (32 << 20), resource.getrlimit(resource.RLIMIT_AS)[1]))
+into = bytearray(tensor.nbytes)
+with Files(sys.argv[1], catalog.files) as files:
+    assert not files.gather(tensor, tensor.start, 256, 128, memoryview(into)[: 600 * 128])
+    files.read(tensor, memoryview(into))
+sys.stdout.buffer.write(into)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, env=child_env(), capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout == tensors["a"].numpy().tobytes()
+
+
+def test_a_python_that_cannot_ask_for_cached_bytes(mapped: Mapped, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was built with a C library without preadv2(2) reads everything."""
+    monkeypatch.setattr(gather, "_NOWAIT", None)
+    assert not mapped.gather(0, 8192, 4096, memoryview(bytearray(4096)))
 
 
 @pytest.mark.parametrize("call", [lambda *_: -1, None])

@@ -23,7 +23,7 @@ _WORTH = 4
 class Files:
     """The catalogue's files of one directory for one thread, which reads them in order: the file read last stays open.
 
-    So a load holds as many descriptors as it has threads, whatever the number of files.
+    So a load holds one descriptor a thread, or two where rows are gathered (a map has its own), whatever the number of files.
     """
 
     def __init__(self, directory: str, files: Sequence[FileInfo]) -> None:
@@ -77,9 +77,9 @@ class Files:
                 self._open(tensor.file)
             if self._mapped is None:
                 self._mapped = Mapped(self._descriptor, self._files[tensor.file].size)
+            return self._mapped.gather(start, stride, length, into)
         except OSError as error:
             raise TransportError(_refused(tensor, len(into), error)) from error
-        return self._mapped.gather(start, stride, length, into)
 
     def read(self, tensor: TensorInfo, into: memoryview) -> None:
         """Fills ``into`` with all of a tensor's bytes."""

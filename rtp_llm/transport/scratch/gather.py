@@ -21,16 +21,16 @@ import numpy as np
 _MAX_RUNS = 1024
 #: Bytes of a stretch for each place of it that is asked for: files are read, and dropped, in longer pieces.
 _SAMPLE_BYTES = 4 << 20
+#: A read that is to fail rather than wait for the disk (preadv2(2)); None in a Python that was built with an older C library.
+_NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)
 
 
 class Mapped:
-    """An open file of ``size`` bytes, mapped to be read; the descriptor stays its owner's."""
+    """An open file of ``size`` bytes, mapped to be read where that can be had; the descriptor stays its owner's."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self._descriptor = descriptor
-        self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
-        self._bytes = np.frombuffer(self._map, np.uint8)
-        self._address: int = self._bytes.ctypes.data
+        self._bytes = _mapped(descriptor, size)
         self._probe = bytearray(1)
         self._call = _process_vm_writev()
 
@@ -42,21 +42,24 @@ class Mapped:
 
     def close(self) -> None:
         """Nothing is mapped any more."""
-        del self._bytes  # an exported buffer would keep the map from being closed
-        self._map.close()
+        self._bytes = None  # which alone holds the map
 
     def gather(self, start: int, stride: int, length: int, into: memoryview) -> bool:
         """Fills ``into``, a multiple of ``length`` bytes, with runs of ``length`` bytes, ``stride`` apart, from byte ``start`` of the file.
 
         Returns whether that was done.  If not, whoever reads the file learns why: it is not cached, or cut, or the disk has an error, or
-        this kernel (or what guards this container) does not allow the call; ``into`` may hold anything then.
+        it cannot be mapped, or this kernel (or what guards this container) does not allow the call; ``into`` may hold anything then.
+
+        Raises:
+            OSError: the file's size cannot be had.
         """
         count = len(into) // length
-        if self._call is None or not self._cached(start, start + (count - 1) * stride + length):
+        stop = start + (count - 1) * stride + length
+        if self._call is None or self._bytes is None or not self._cached(start, stop):
             return False
         runs = np.empty((min(count, _MAX_RUNS), 2), np.uint64)
         runs[:, 1] = length
-        source, target = self._address + start, np.frombuffer(into, np.uint8).ctypes.data
+        source, target = self._bytes.ctypes.data + start, np.frombuffer(into, np.uint8).ctypes.data
         steps = np.arange(len(runs), dtype=np.uint64) * np.uint64(stride)
         for first in range(0, count, _MAX_RUNS):
             some = min(_MAX_RUNS, count - first)
@@ -64,15 +67,27 @@ class Mapped:
             place = np.array((target + first * length, some * length), np.uint64)
             if self._call(os.getpid(), runs.ctypes.data, some, place.ctypes.data, 1, 0) != some * length:
                 return False
-        return True
+        # Of a file that was cut meanwhile, the rest of its last page reads as zeros.
+        return os.fstat(self._descriptor).st_size >= stop
 
     def _cached(self, start: int, stop: int) -> bool:
-        """Whether a stretch is in the page cache, by samples: reads that are to fail rather than wait for the disk."""
+        """Whether a stretch is in the page cache, by samples."""
+        if _NOWAIT is None:
+            return False
         try:
             places = (*range(start, stop, _SAMPLE_BYTES), stop - 1)
-            return all(os.preadv(self._descriptor, [self._probe], place, os.RWF_NOWAIT) == 1 for place in places)
+            return all(os.preadv(self._descriptor, [self._probe], place, _NOWAIT) == 1 for place in places)
         except OSError:  # it would wait, or the file system cannot tell (preadv2(2))
             return False
+
+
+def _mapped(descriptor: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]] | None:
+    """A file's bytes; None where it cannot be mapped, which does not keep it from being read: a file system without maps, no address space
+    or no descriptor left (mmap keeps one of its own), or a file that is shorter by now."""
+    try:
+        return np.frombuffer(mmap.mmap(descriptor, size, prot=mmap.PROT_READ), np.uint8)
+    except (OSError, ValueError):
+        return None
 
 
 def _process_vm_writev() -> ctypes._NamedFuncPointer | None:
