@@ -11,7 +11,7 @@ class ParallelFault(Enum):
     INDIVISIBLE = "a size cannot be divided over the ranks"
     NO_PROCESS_GROUP = "a step needs ranks that were not started"
     BAD_ENVIRONMENT = "the launcher's environment and the settings contradict each other"
-    RANKS_DISAGREE = "ranks planned different loads"
+    RANKS_DISAGREE = "ranks planned different loads, or were given different prompts"
     RANK_FAILED = "another rank failed"
     RANK_LOST = "another rank died or stopped answering"
     NO_EXPERTS = "expert parallelism was asked of a model without experts"

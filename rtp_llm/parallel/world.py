@@ -170,10 +170,18 @@ def _standing(environment: Mapping[str, str]) -> dict[str, int]:
     return {name: int(value) for name, value in found.items()}
 
 
-def agree(watch: Watch, digest: str, lines: Callable[[], Iterator[str]]) -> None:
-    """Makes sure that every rank has planned the same load.
+def agree(
+    watch: Watch,
+    digest: str,
+    lines: Callable[[], Iterator[str]],
+    *,
+    what: str = "its plan is not that of rank 0",
+    fix: str = "give every rank the same checkpoint, settings and packages",
+) -> None:
+    """Makes sure that every rank has planned the same load, or has the same of something else.
 
-    ``digest`` stands for ``lines()``, which are sent only where digests differ, to name the first difference.
+    ``digest`` stands for ``lines()``, which are sent only where digests differ, to name the first difference.  ``what`` and ``fix``
+    are those of the problem.
 
     Raises:
         ParallelError: the same on every rank, naming the first rank that differs from rank 0, and where.
@@ -188,10 +196,10 @@ def agree(watch: Watch, digest: str, lines: Callable[[], Iterator[str]]) -> None
     raise ParallelError(
         Problem(
             ParallelFault.RANKS_DISAGREE,
-            "its plan is not that of rank 0; the first difference is shown",
+            f"{what}; the first difference is shown",
             rank=other,
             expected=ours,
             actual=theirs,
-            fix="give every rank the same checkpoint, settings and packages",
+            fix=fix,
         )
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.pre_tokenizers import Split, Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from rtp_llm.cli.options import resolve
@@ -77,6 +78,25 @@ def test_a_rank_that_cannot_prepare_ends_all(tiny: Path, tmp_path: Path) -> None
         results = run_commands(commands, check=False)
         assert [r.returncode for r in results] == [2, 2], results
         assert "BAD_TOKENIZER" in results[0].stderr and "Traceback" not in results[0].stderr + results[1].stderr
+
+
+def test_ranks_with_different_prompts_do_not_answer(tiny: Path, tmp_path: Path) -> None:
+    """Another prompt, and a chat template that tells the time: an error of both ranks, where together they would make up a text."""
+    folder = tmp_path / "chatty"
+    shutil.copytree(tiny, folder)
+    words = Tokenizer(WordLevel({word: i for i, word in enumerate(["?", *"0123456789"])}, unk_token="?"))
+    words.pre_tokenizer = Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%S %f') }}")
+    generate = [*CLI, "generate", str(folder), "--device", "cpu", "--max_new_tokens", "2"]
+    raw, timed = [[*generate, "--raw", "--prompt", prompt] for prompt in ("1 2", "2 1")], [[*generate, "--prompt", "1"]] * 2
+    for commands in (raw, timed):
+        results = run_commands(commands, check=False)
+        assert [r.returncode for r in results] == [2, 2], results
+        assert re.search(r"RANKS_DISAGREE.*rank 1.*prompt 1: \d+ tokens", results[0].stderr), results[0].stderr
+        assert "Traceback" not in results[0].stderr + results[1].stderr
+    results = run_commands(raw[:1] * 2)
+    assert results[0].stdout and not results[1].stdout
 
 
 def test_export_of_a_sharded_model(tiny: Path, tmp_path: Path) -> None:

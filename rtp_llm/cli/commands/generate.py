@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rtp_llm.layers.cache import CacheSize
+    from rtp_llm.parallel.world import World
     from rtp_llm.runtime.generation import Answer, Generation, Pace, Request
     from rtp_llm.runtime.sampling import Sampling
 
@@ -94,6 +95,7 @@ def generate(
     from rtp_llm.runtime.generation import Generation
     from rtp_llm.runtime.graphs import decoding
 
+    _agree(loaded.world, task, batch_size)
     output = output_of(context)
     model: Any = loaded.model
     cache = model.cache_of(task.cache_size(batch_size))
@@ -200,6 +202,30 @@ def _requests(
     if problems:
         raise ConfigError(problems)
     return tuple(requests)
+
+
+def _agree(world: World, task: _Task, batch_size: int) -> None:
+    """Ranks that were given different things would answer none of them: a template may tell the time, and hosts have their own files.
+
+    Raises:
+        ParallelError: the same on every rank.
+    """
+    from rtp_llm.parallel.world import agree
+    from rtp_llm.plan.plan import digest
+
+    lines = [f"{batch_size} sequences at a time, end tokens {sorted(task.stop_ids)}"]
+    for number, request in enumerate(task.requests, 1):
+        ids = digest(map(str, request.prompt_ids))
+        asked = f"{len(request.prompt_ids)} tokens of digest {ids[:12]}, {request.max_new_tokens} more, {request.sampling}"
+        lines.append(f"prompt {number}: {asked}")
+    with world.watch(together=False) as watch:
+        agree(
+            watch,
+            digest(iter(lines)),
+            lambda: iter(lines),
+            what="its prompts and how to answer them are not those of rank 0",
+            fix="give every rank the same flags and files; --raw where the chat template tells the time",
+        )
 
 
 def _run(generation: Generation, task: _Task, printer: _Printer | None) -> list[Answer]:
