@@ -52,7 +52,7 @@ def _gathered(reader: ConfigReader, inner: ConfigReader) -> ConfigReader:
     """All fields in one object, under the path of the nested one."""
     fields: dict[str, Any] = {}
     for name in ("rope_theta", "partial_rotary_factor"):
-        if reader.raw.get(name) is not None:
+        if name in reader.raw:
             fields[name] = reader.raw[name]
     fields |= inner.raw
     if "rope_type" not in fields and "type" in fields:

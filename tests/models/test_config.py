@@ -150,6 +150,7 @@ def test_everything_wrong_is_listed_at_once() -> None:
         ("llama", {"rope_scaling": {"type": "linear"}}, "factor"),
         ("llama", {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}, "full_attention"),
         ("llama", {"rope_theta": 1.0}, "rope_theta"),
+        ("llama", {"rope_theta": None}, "rope_theta"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("llama", {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 64}}, "short_factor"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),
