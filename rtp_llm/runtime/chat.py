@@ -84,6 +84,7 @@ def brief(error: BaseException) -> str:
 
 def _limit(seconds: float) -> None:
     """From here on this process ends (SIGXCPU) after so much processor time, and gets no more than :data:`_MEMORY`."""
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)  # one that is ignored stays so in a child
     used = resource.getrusage(resource.RUSAGE_SELF)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limits = {

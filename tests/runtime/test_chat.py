@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -77,6 +78,17 @@ def test_a_hostile_template_comes_to_an_end(hostile: str) -> None:
         chat_texts(template, {}, PROMPTS)
     (problem,) = caught.value.problems
     assert problem.code == "BAD_CHAT_TEMPLATE" and problem.fix == "use --raw"
+
+
+def test_its_time_ends_where_nobody_wants_to_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ignores SIGXCPU, as under some batch systems: the other one would do so too, and run until all patience ends."""
+    monkeypatch.setattr("rtp_llm.runtime.chat._PATIENCE_S", 30.0)
+    before = signal.signal(signal.SIGXCPU, signal.SIG_IGN)
+    try:
+        with pytest.raises(ConfigError, match="processor time"):
+            chat_texts(HOSTILE["a power"][0], {}, PROMPTS)
+    finally:
+        signal.signal(signal.SIGXCPU, before)
 
 
 def test_the_command_says_so(chatty: Path, capsys: pytest.CaptureFixture[str]) -> None:
