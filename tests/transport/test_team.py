@@ -10,8 +10,9 @@ import resource
 import subprocess
 import sys
 import threading
+from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,8 @@ from rtp_llm.parallel.world import World
 from rtp_llm.transport.interface import Moved
 from rtp_llm.transport.scratch import staging as staging_module
 from rtp_llm.transport.scratch import team as team_module
-from rtp_llm.transport.scratch.staging import Staging, in_huge_pages
+from rtp_llm.transport.scratch.reader import _Work
+from rtp_llm.transport.scratch.staging import Pinned, Staging, in_huge_pages
 from rtp_llm.transport.scratch.team import Team
 from tests.support.paths import child_env
 from tests.support.tiny import save_tiny_llama
@@ -95,6 +97,55 @@ def test_an_error_of_one_thread_is_raised(where: str, monkeypatch: pytest.Monkey
             team.work(job)
         stop.set()
     assert readers() == []
+
+
+def test_an_interrupt_anywhere_leaves_no_thread() -> None:
+    """At whichever step it comes of giving out work and waiting for its end: the readers end, instead of waiting for a lock that the
+    interrupted step has left locked."""
+    for moment in count(1):
+        steps = 0
+
+        def step(frame: FrameType, event: str, arg: object, moment: int = moment) -> Any:
+            nonlocal steps
+            if Path(frame.f_code.co_filename).name not in ("team.py", "reader.py", "threading.py", "_base.py"):
+                return None  # such as what is called when an object goes, which swallows errors
+            frame.f_trace_opcodes = True
+            steps += event == "opcode"
+            if event == "opcode" and steps == moment:
+                raise KeyboardInterrupt
+            return step
+
+        work = _Work()
+
+        def job(staging: Staging, work: _Work = work) -> int:
+            with work:
+                return sum(1 for _ in iter(work.next, None))
+
+        before, interrupted = sys.gettrace(), False
+        team = Team[int](CPU, 2, 64)
+        team.__enter__()
+        sys.settrace(step)
+        try:
+            assert sum(team.work(job, lambda work=work: work.fill(iter([SimpleNamespace()] * 3)))) == 3
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(before)
+        ending = threading.Thread(target=lambda work=work, team=team: (work.stop(), team.dismiss()), daemon=True)
+        ending.start()
+        ending.join(timeout=30)
+        assert not ending.is_alive(), f"step {moment}"
+        if not interrupted:
+            break
+    assert moment > 50
+
+
+def test_a_team_has_one_job() -> None:
+    """A second one would be given what the first has returned."""
+    with Team[int](CPU, 2, 64) as team:
+        assert team.work(lambda staging: 1) == [1, 1]
+        with pytest.raises(AssertionError):
+            team.work(lambda staging: 2)
 
 
 def test_a_load_that_cannot_be_planned_leaves_no_thread(tmp_path: Path) -> None:
@@ -197,6 +248,26 @@ def test_memory_of_all_threads_is_locked_once(monkeypatch: pytest.MonkeyPatch) -
     assert runtime.calls == [("lock", 18 << 20), ("unlock", 0)]
     assert len({address for address, _, _ in found}) == 3 and all(address % (2 << 20) == 0 for address, _, _ in found)
     assert {(nbytes, *calls) for _, nbytes, calls in found} == {(6 << 20, ("lock", 18 << 20))}
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_memory_that_is_locked_late(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """A thread that is still touching its part when the team is gone locks nothing; what is being locked when one gives up is
+    unlocked."""
+    runtime = Runtime(monkeypatch)
+    pinned = Pinned(2, 1 << 20)
+    pinned.touch(0)
+    if when == "before":
+        pinned.release()
+        pinned.touch(1)
+        assert runtime.calls == []
+        return
+    lock = torch.cuda.cudart().cudaHostRegister
+    monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", lambda *args: (pinned.give_up(), lock(*args))[1])
+    pinned.touch(1)
+    pinned.wait()
+    pinned.release()
+    assert runtime.calls == [("lock", 4 << 20), ("unlock", 0)]
 
 
 def test_one_thread_without_buffers(monkeypatch: pytest.MonkeyPatch) -> None:

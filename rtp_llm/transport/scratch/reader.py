@@ -9,9 +9,8 @@ a tensor that an op cannot pass in parts is held whole, one a thread; the plan c
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from queue import SimpleQueue
 from types import TracebackType
 
 import torch
@@ -29,9 +28,6 @@ from rtp_llm.transport.scratch.team import Team
 #: From this many parts on, a block goes to the device in one transfer and is spread there: a transfer for each part
 #: costs about 10 microseconds of a thread's time, as much as 400 KB on the link.
 _ONE_TRANSFER = 4
-
-#: Pieces of work that are handed out together: enough to keep a lock from counting, and few enough to begin at once.
-_AT_ONCE = 16
 
 #: Bytes a thread places before it tells of them: a fiftieth of a second of a thread that reads 3 GB/s.
 _PROGRESS_BYTES = 64 << 20
@@ -82,12 +78,14 @@ class _Work:
     """Pieces of work, handed out in file order to whoever asks next, while those that come later are still being prepared.
 
     Each reader works within its context: one that leaves it with an error ends the work of all.
+
+    Shared by a queue whose calls are whole for an interrupt (Ctrl-C), which comes to the thread that fills it: between the steps of
+    a lock of Python's it would leave that locked, and the readers waiting for ever.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._pieces: deque[Stretch | Comb | Block] = deque()
-        self._complete = self._stopped = False
+        self._pieces: SimpleQueue[Stretch | Comb | Block | None] = SimpleQueue()
+        self._stopped = False
 
     def __enter__(self) -> _Work:
         return self
@@ -98,26 +96,23 @@ class _Work:
 
     def fill(self, pieces: Iterator[Stretch | Comb | Block]) -> None:
         """Takes in everything there is to do."""
-        while some := list(islice(pieces, _AT_ONCE)):
-            with self._changed:
-                if self._stopped:
-                    return
-                self._pieces.extend(some)
-                self._changed.notify(len(some))
-        with self._changed:
-            self._complete = True
-            self._changed.notify_all()
+        for piece in pieces:
+            if self._stopped:
+                return
+            self._pieces.put(piece)
+        self._pieces.put(None)
 
     def next(self) -> Stretch | Comb | Block | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._pieces or self._complete or self._stopped)
-            return self._pieces.popleft() if self._pieces and not self._stopped else None
+        piece = self._pieces.get()
+        if piece is None or self._stopped:
+            self._pieces.put(None)  # for the next one that asks
+            return None
+        return piece
 
     def stop(self) -> None:
         """Nothing more is handed out."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
+        self._stopped = True
+        self._pieces.put(None)
 
 
 class _Reader:

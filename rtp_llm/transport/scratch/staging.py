@@ -114,6 +114,8 @@ class Pinned:
             self._untouched -= 1
             if self._untouched:
                 return
+        if not self._locked.set_running_or_notify_cancel():
+            return
         try:
             self._register()
         # Those who wait for it learn of it, and tell.
@@ -136,8 +138,8 @@ class Pinned:
         self._locked.result()
 
     def release(self) -> None:
-        """Unlocks the memory, if it was locked; nothing may be copying from it."""
-        if self._locked.done() and not self._locked.cancelled() and self._locked.exception() is None:
+        """Unlocks the memory, if it was locked, and keeps it from being locked later; nothing may be copying from it."""
+        if not self._locked.cancel() and self._locked.exception() is None:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr())))  # type: ignore[no-untyped-call]
 
     def _register(self) -> None:

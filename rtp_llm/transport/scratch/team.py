@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
+from concurrent.futures import Future
+from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -21,12 +22,16 @@ class Team(Generic[T]):
     They start, and get their buffers, when the context is entered: page-locked memory takes as long as a plan, and takes
     little of the interpreter's time.  Leaving the context, with or without a job done, ends the threads and gives the buffers back
     before it returns.
+
+    Threads and their owner share queues alone, whose calls are whole for an interrupt: of a lock of Python's it could make one that
+    stays locked.
     """
 
     def __init__(self, device: torch.device, threads: int, buffer_bytes: int) -> None:
         self._device, self._buffer_bytes = device, buffer_bytes
-        self._job: Future[Callable[[Staging], T] | None] = Future()
-        self._results: tuple[Future[T | None], ...] = tuple(Future() for _ in range(threads))
+        self._size, self._over = threads, False
+        self._jobs: SimpleQueue[Callable[[Staging], T] | None] = SimpleQueue()  # each thread takes one
+        self._ended: SimpleQueue[Future[T | None]] = SimpleQueue()
         self._pinned: Pinned | None = None
         self._threads: list[threading.Thread] = []
 
@@ -44,8 +49,9 @@ class Team(Generic[T]):
 
     def dismiss(self) -> None:
         """Ends the threads; those without a job, which then will not come, leave as soon as their buffers are there."""
-        if not self._job.done():
-            self._job.set_result(None)
+        self._over = True
+        for _ in range(self._size):
+            self._jobs.put(None)
         for thread in self._threads:
             thread.join()
         if self._pinned is not None:
@@ -59,43 +65,43 @@ class Team(Generic[T]):
             Exception: the first error of a thread, its own or one of getting its buffers, as soon as it is known, or that of
                 ``meanwhile``.  The others then are still at work: whoever knows the job stops them.
         """
-        self._job.set_result(job)
+        assert not self._over, "a team has one job"
+        self._over = True
+        for _ in range(self._size):
+            self._jobs.put(job)
         meanwhile()
-        done, _ = wait(self._results, return_when=FIRST_EXCEPTION)
-        for result in sorted(done, key=_without_reason):
-            result.result()
-        found = [result.result() for result in self._results]
+        found = [self._ended.get().result() for _ in range(self._size)]
         return [result for result in found if result is not None]
 
     def _start(self) -> None:
         if self._device.type == "cuda":
-            self._pinned = Pinned(len(self._results), self._buffer_bytes)
-        for number in range(len(self._results)):
+            self._pinned = Pinned(self._size, self._buffer_bytes)
+        for number in range(self._size):
             thread = threading.Thread(target=self._answer, args=(number, self._pinned), name=f"rtp_llm-read-{number}")
             thread.start()
             self._threads.append(thread)
 
     def _answer(self, number: int, pinned: Pinned | None) -> None:
+        ended: Future[T | None] = Future()
         try:
-            self._results[number].set_result(self._run(number, pinned))
+            ended.set_result(self._run(number, pinned))
         # Whatever it is belongs to the thread that waits.
         except BaseException as error:  # noqa: BLE001
-            self._results[number].set_exception(error)
+            ended.set_exception(error)
+            self._ended.put(ended)
+            # After its error, which is so told before those of threads that then wait no longer.
             if pinned is not None:
                 pinned.give_up()
+        else:
+            self._ended.put(ended)
 
     def _run(self, number: int, pinned: Pinned | None) -> T | None:
         with Staging(self._device, self._buffer_bytes, None if pinned is None else pinned.parts[number]) as staging:
             if pinned is not None:
                 pinned.touch(number)
-            job = self._job.result()
+            job = self._jobs.get()
             if job is None:
                 return None
             if pinned is not None:
                 pinned.wait()
             return job(staging)
-
-
-def _without_reason(result: Future[Any]) -> bool:
-    """Whether a thread ended because another one could not give it what it waited for."""
-    return isinstance(result.exception(), CancelledError)
