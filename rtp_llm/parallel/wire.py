@@ -101,7 +101,8 @@ def waited_for(call: Callable[[], T], check: Callable[[], None]) -> T:
     def run() -> None:
         try:
             done.set_result(call())
-        except RuntimeError as error:
+        # Whatever it is belongs to the thread that waits, which would wait for ever without it.
+        except BaseException as error:  # noqa: BLE001
             done.set_exception(error)
 
     waiter = threading.Thread(target=run, name="rtp_llm-wire", daemon=True)

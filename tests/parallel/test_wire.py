@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from concurrent.futures import Future
 from contextlib import suppress
 
 import pytest
 import torch
 
-from rtp_llm.parallel.wire import all_gather_bytes, as_bytes, broadcast_bytes, receive_bytes, scatter_bytes, send_bytes
+from rtp_llm.parallel.wire import all_gather_bytes, as_bytes, broadcast_bytes, receive_bytes, scatter_bytes, send_bytes, waited_for
 from rtp_llm.parallel.world import host_group, join_world, meeting
 from tests.support.ranks import run_ranks
 
@@ -62,6 +64,24 @@ def test_every_bit_arrives(world: int) -> None:
     """Broadcast, scatter, all-gather, send and receive."""
     for result in run_ranks(world, collectives, timeout=120):
         assert result.value == len(DTYPES) * len(SHAPES) * (2 * world + 2)
+
+
+def test_any_error_of_what_is_waited_for() -> None:
+    """It ends the wait, and is told, whatever it is: torch raises more than RuntimeError."""
+    told: Future[int] = Future()
+
+    def refused() -> int:
+        raise ValueError("no such back end")
+
+    def wait() -> None:
+        try:
+            told.set_result(waited_for(refused, lambda: None))
+        except ValueError as error:
+            told.set_exception(error)
+
+    threading.Thread(target=wait, daemon=True).start()
+    with pytest.raises(ValueError, match="no such back end"):
+        told.result(timeout=30)
 
 
 class GivenUp(Exception):
