@@ -233,6 +233,12 @@ class OnHost(Staging):
 CUDA = torch.device("cuda", 0)
 
 
+@pytest.fixture(autouse=True)
+def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No CPU has a GPU to be near to."""
+    monkeypatch.setattr(team_module, "near_cpus", lambda device: None)
+
+
 def test_memory_of_all_threads_is_locked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By whoever has touched the last part, before any thread works; unlocked when all have ended."""
     runtime = Runtime(monkeypatch)
@@ -268,6 +274,23 @@ def test_memory_that_is_locked_late(monkeypatch: pytest.MonkeyPatch, when: str) 
     pinned.wait()
     pinned.release()
     assert runtime.calls == [("lock", 4 << 20), ("unlock", 0)]
+
+
+def test_threads_stay_near_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reader runs on CPUs of the GPU's node, from before it touches its buffers; whoever started them runs where it ran."""
+    Runtime(monkeypatch)
+    monkeypatch.setattr(team_module, "Staging", OnHost)
+    allowed = os.sched_getaffinity(0)
+    near = frozenset(sorted(allowed)[:1])
+    monkeypatch.setattr(team_module, "near_cpus", lambda device: near)
+    touched: list[set[int]] = []
+    touch = staging_module.Pinned.touch
+    monkeypatch.setattr(
+        staging_module.Pinned, "touch", lambda self, number: (touched.append(os.sched_getaffinity(0)), touch(self, number))[1]
+    )
+    with Team[set[int]](CUDA, 2, 64) as team:
+        assert team.work(lambda staging: os.sched_getaffinity(0)) == [set(near)] * 2 == touched
+    assert os.sched_getaffinity(0) == allowed
 
 
 def test_one_thread_without_buffers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from rtp_llm.transport.scratch.numa import near_cpus
 from rtp_llm.transport.scratch.staging import Pinned, Staging
 
 T = TypeVar("T")
@@ -20,8 +22,8 @@ class Team(Generic[T]):
     """``threads`` threads with a :class:`Staging` of their own each, for one job.
 
     They start, and get their buffers, when the context is entered: page-locked memory takes as long as a plan, and takes
-    little of the interpreter's time.  Leaving the context, with or without a job done, ends the threads and gives the buffers back
-    before it returns.
+    little of the interpreter's time.  Beside a GPU they stay on CPUs of its NUMA node.  Leaving the context, with or without a job
+    done, ends the threads and gives the buffers back before it returns.
 
     Threads and their owner share queues alone, whose calls are whole for an interrupt: of a lock of Python's it could make one that
     stays locked.
@@ -74,16 +76,19 @@ class Team(Generic[T]):
         return [result for result in found if result is not None]
 
     def _start(self) -> None:
+        near = None
         if self._device.type == "cuda":
-            self._pinned = Pinned(self._size, self._buffer_bytes)
+            self._pinned, near = Pinned(self._size, self._buffer_bytes), near_cpus(self._device)
         for number in range(self._size):
-            thread = threading.Thread(target=self._answer, args=(number, self._pinned), name=f"rtp_llm-read-{number}")
+            thread = threading.Thread(target=self._answer, args=(number, self._pinned, near), name=f"rtp_llm-read-{number}")
             thread.start()
             self._threads.append(thread)
 
-    def _answer(self, number: int, pinned: Pinned | None) -> None:
+    def _answer(self, number: int, pinned: Pinned | None, near: frozenset[int] | None) -> None:
         ended: Future[T | None] = Future()
         try:
+            if near is not None:
+                os.sched_setaffinity(0, near)  # of this thread (sched_setaffinity(2))
             ended.set_result(self._run(number, pinned))
         # Whatever it is belongs to the thread that waits.
         except BaseException as error:  # noqa: BLE001
