@@ -269,6 +269,8 @@ def show(document: dict[str, Any]) -> None:
     if document["shards"]:
         table = Table("matrices", "median GB/s", "range", "read of kept", title="TP 2, two processes, one device")
         for kind, one in document["shards"].items():
+            if not one["bytes"]:
+                continue  # a model without such matrices
             rates = sorted(rate / 1e9 for rate in one["bytes_per_s"])
             cells = (f"{statistics.median(rates):.2f}", f"{rates[0]:.2f} to {rates[-1]:.2f}", f"{one['bytes_read'] / one['bytes']:.2f}")
             table.add_row(f"{kind}-parallel", *cells)

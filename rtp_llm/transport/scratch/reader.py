@@ -9,6 +9,7 @@ a tensor that an op cannot pass in parts is held whole, one a thread; the plan c
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from types import TracebackType
@@ -28,6 +29,9 @@ from rtp_llm.transport.scratch.team import Team
 #: From this many parts on, a block goes to the device in one transfer and is spread there: a transfer for each part
 #: costs about 10 microseconds of a thread's time, as much as 400 KB on the link.
 _ONE_TRANSFER = 4
+
+#: Pieces after each of which the interpreter's lock is offered: readers that wait for it would get it 5 ms later.
+_FIRST = 32
 
 #: Bytes a thread places before it tells of them: a fiftieth of a second of a thread that reads 3 GB/s.
 _PROGRESS_BYTES = 64 << 20
@@ -96,10 +100,12 @@ class _Work:
 
     def fill(self, pieces: Iterator[Stretch | Comb | Block]) -> None:
         """Takes in everything there is to do."""
-        for piece in pieces:
+        for number, piece in enumerate(pieces):
             if self._stopped:
                 return
             self._pieces.put(piece)
+            if number < _FIRST:
+                time.sleep(0)
         self._pieces.put(None)
 
     def next(self) -> Stretch | Comb | Block | None:
