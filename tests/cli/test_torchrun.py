@@ -95,6 +95,8 @@ def test_ranks_with_different_prompts_do_not_answer(tiny: Path, tmp_path: Path) 
         assert [r.returncode for r in results] == [2, 2], results
         assert re.search(r"RANKS_DISAGREE.*rank 1.*prompt 1: \d+ tokens", results[0].stderr), results[0].stderr
         assert "Traceback" not in results[0].stderr + results[1].stderr
+    results = run_commands(raw[:1] * 2)
+    assert results[0].stdout and not results[1].stdout
 
 
 def test_export_of_a_sharded_model(tiny: Path, tmp_path: Path) -> None:

@@ -58,6 +58,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "v32": ("deepseek_v32", {**_LATENT, **_DENSE, **_INDEX, "first_k_dense_replace": 3}, "torch"),
 }
 
+#: The widest of them, whose longer sums differ more between back ends: 0.9989 on an H200.
+LEAST = {"qwen2-late-window": 0.998}
+
 #: With experts: each is decoded by graphs, against plain passes by the same kernels.
 WITH_EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss")
 
@@ -106,11 +109,12 @@ def decoded(model: Any, ids: torch.Tensor, *, graphs: bool = False) -> torch.Ten
     return torch.stack(found)
 
 
-def alike(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Logits point the same way; one token that a last bit has sent to another expert, or to another neighbour, may differ."""
+def alike(a: torch.Tensor, b: torch.Tensor, least: float = 0.999) -> None:
+    """Logits point the same way, most with a cosine above ``least``; one token that a last bit has sent to another expert, or to
+    another neighbour, may differ."""
     assert a.isfinite().all() and b.isfinite().all()
     cosines = torch.cosine_similarity(a, b, dim=-1)
-    assert cosines.quantile(0.2) > 0.998 and cosines.mean() > 0.99, cosines
+    assert cosines.quantile(0.2) > least and cosines.mean() > 0.99, cosines
 
 
 def pages_of(past: tuple[int, ...], tokens: int, *shapes: tuple[int, ...], fixed: bool = False) -> tuple[PagedRows, list[torch.Tensor]]:
@@ -206,9 +210,9 @@ def test_back_ends_give_the_same_logits(name: str, tmp_path: Path) -> None:
     ids = token_ids(3, max(PROMPTS) + STEPS)
     chosen, plain = loaded(folder), loaded(folder, "torch")
     assert attends(chosen.report.to_json()) == {FAMILIES[name][2]} and attends(plain.report.to_json()) == {"torch"}
-    wanted = decoded(plain.model, ids)
-    alike(decoded(chosen.model, ids), wanted)
-    alike(decoded(chosen.model, ids, graphs=True), wanted)
+    wanted, least = decoded(plain.model, ids), LEAST.get(name, 0.999)
+    alike(decoded(chosen.model, ids), wanted, least)
+    alike(decoded(chosen.model, ids, graphs=True), wanted, least)
     alike(decoded(plain.model, ids, graphs=True), wanted)
 
 
