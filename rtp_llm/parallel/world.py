@@ -106,6 +106,7 @@ def host_group(world: World, watch: Watch) -> Iterator[dist.ProcessGroup]:
         yield group
         # Whoever goes first closes connections, of which others may still be reading.
         watch.exchange(b"done")
+    # Whatever it is, an interrupt too.
     except BaseException:
         # Letting go of a group waits for whatever is under way in it, and without its peers that ends with its time-out alone.
         keeper = threading.Timer(world.timeout_s + _LATE_SECONDS, _let_go, [group])

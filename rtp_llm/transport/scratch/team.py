@@ -41,6 +41,7 @@ class Team(Generic[T]):
         if not self._threads:  # whoever has the job enters the context of a team that is ready once more
             try:
                 self._start()
+            # An interrupt too: nobody leaves a context that was not entered.
             except BaseException:
                 self.dismiss()
                 raise
