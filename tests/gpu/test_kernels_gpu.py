@@ -21,6 +21,8 @@ from rtp_llm.kernels.backends import FLASHINFER
 from rtp_llm.kernels.compile import Compilation, cuda_major
 from rtp_llm.kernels.flashinfer_kernels import FlashInferKernels
 from rtp_llm.kernels.torch_kernels import TORCH
+from rtp_llm.runtime.generation import Generation, Request, cache_size
+from rtp_llm.runtime.graphs import decoding
 from tests.kernels.declared import NEEDS
 from tests.models.reference import closeness
 from tests.support.paths import child_env
@@ -181,3 +183,20 @@ def test_after_a_warmup_nothing_is_compiled(llama: Path) -> None:
     compiled = run("load", llama)["kernels"]["compiled"]
     assert compiled["modules"] == ahead["modules"] and compiled["fresh"] == []
     assert {path: path.stat().st_mtime_ns for path in written} == written
+
+
+def test_the_first_request_compiles_nothing(llama: Path) -> None:
+    """A load that has compiled what it needs, then prompts and a few steps of each: no file of a module is made or changed."""
+    loaded = load_model(llama, load=LoadConfig(device="cuda", kernels="flashinfer", progress=False))
+    directory = Path(loaded.report.to_json()["kernels"]["compiled"]["directory"])
+
+    def files() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.suffix in (".so", ".o", ".cu", ".ninja")}
+
+    before = files()
+    requests = [Request((1, 2, 3), 4), Request(tuple(range(40)), 4)]
+    cache = loaded.model.cache_of(cache_size(requests, 2))
+    generation = Generation(loaded.model, requests, cache, decoder=decoding(loaded.model, cache).decoder)
+    answers = [event.answer for event in generation.events() if event.answer is not None]
+    assert [len(answer.ids) for answer in answers] == [4, 4]
+    assert files() == before
