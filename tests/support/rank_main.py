@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pickle
 import sys
 from pathlib import Path
 from typing import NoReturn
 
+from tests.support.fork_server import TARGET, import_file
+
 
 def main(file: str, name: str, arguments: str, result: str) -> None:
-    spec = importlib.util.spec_from_file_location("rank_target", file)
-    assert spec is not None and spec.loader is not None, file
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["rank_target"] = module
-    spec.loader.exec_module(module)
+    module = sys.modules.get(TARGET) or import_file(file)
     try:
         value = getattr(module, name)(*pickle.loads(Path(arguments).read_bytes()))
     except SystemExit as end:

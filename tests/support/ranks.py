@@ -1,10 +1,13 @@
 """N real processes that torchrun could have started, for tests of what ranks do together.
 
-``run_ranks(3, worker, "argument")`` calls a function in three fresh processes; ``run_commands([...])`` gives each rank
+``run_ranks(3, worker, "argument")`` calls a function in three processes; ``run_commands([...])`` gives each rank
 a Python command line of its own.  Every process has torchrun's environment (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
 ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, ...) and one torch thread.  As with torchrun, the rendezvous
 store lives in the parent: its port is bound before any rank starts, so no port can be lost to another test, and it
 outlives every rank.
+
+Imports take longer than most ranks do, so ranks are forked from a server that has them (``tests.support.fork_server``),
+unless that could make a difference: see ``_start``.
 """
 
 from __future__ import annotations
@@ -19,12 +22,21 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from tests.support.fork_server import Fork, ForkServer
 from tests.support.paths import ROOT, child_env
+
+#: What commands of ranks import, unless the caller knows better.
+COMMANDS_IMPORT = ("torch.distributed", "rtp_llm.cli.app", "rtp_llm.loader")
+
+#: Variables of pytest that change from test to test, and that no import reads.
+UNREAD = frozenset({"PYTEST_CURRENT_TEST"})
 
 #: How long a rank that hangs may take to print its stacks (faulthandler, on SIGABRT) before it is killed.
 STACK_SECONDS = 2.0
@@ -72,7 +84,7 @@ def run_ranks(
 ) -> list[RankResult]:
     """Call ``function(*args)`` in ``size`` processes; results in rank order.
 
-    ``function`` stands at the top level of a file, which each rank imports anew, so the file must do no work on
+    ``function`` stands at the top level of a file, which is imported anew for ranks, so the file must do no work on
     import; it learns its rank from the environment and sets up its process group itself.  Arguments and the returned
     value travel by pickle (builtins, tensors, classes of importable modules).  Raises ``RanksTimedOut`` after
     ``timeout`` seconds, and with ``check`` ``RanksFailed`` where a rank's exit code is not 0.
@@ -84,7 +96,7 @@ def run_ranks(
         call.write_bytes(pickle.dumps(args))
         values = [Path(folder, f"value{rank}") for rank in range(size)]
         commands = [["-m", "tests.support.rank_main", file, name, str(call), str(value)] for value in values]
-        results = run_commands(commands, timeout=timeout, check=check, env=env)
+        results = run_commands(commands, timeout=timeout, check=check, env=env, imports=("torch.distributed", "rtp_llm.loader", file))
         return [_with_value(result, value) for result, value in zip(results, values, strict=True)]
 
 
@@ -94,18 +106,21 @@ def run_commands(
     timeout: float = 60.0,
     check: bool = True,
     env: Mapping[str, str] | None = None,
+    imports: Sequence[str] = COMMANDS_IMPORT,
 ) -> list[RankResult]:
     """Run ``python *command`` for each command, one rank each; e.g. ``["-m", "rtp_llm.cli", "load", path]``.
 
-    Output goes through files, so a rank that says much blocks nobody.  Raises as ``run_ranks`` does.
+    Output goes through files, so a rank that says much blocks nobody.  ``imports`` are the modules that ranks find imported
+    where they are forked.  Raises as ``run_ranks`` does.
     """
     commands = [list(command) for command in commands]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        ranks = [
-            _Rank(rank, command, _rank_env(rank, len(commands), store.port, env), Path(folder)) for rank, command in enumerate(commands)
-        ]
+        start = _start(commands, env, tuple(imports))
+        ranks = []
         try:
+            for number, command in enumerate(commands):
+                ranks.append(_Rank(number, command, _rank_env(number, len(commands), store.port, env), Path(folder), start))
             late = _wait(ranks, time.monotonic() + timeout)
         finally:
             for rank in ranks:
@@ -134,36 +149,67 @@ def _rank_env(rank: int, size: int, port: int, extra: Mapping[str, str] | None) 
     return child_env({name: str(value) for name, value in names.items()} | dict(extra or {}))
 
 
-class _Rank:
-    """One process, the leader of its own process group so that its children end with it."""
+#: Starts ``python *command`` with an environment, its stdout and its stderr added to two files.
+_Start = Callable[[Sequence[str], Mapping[str, str], Path, Path], "Fork | subprocess.Popen[bytes]"]
 
-    def __init__(self, rank: int, command: Sequence[str], env: Mapping[str, str], folder: Path) -> None:
-        self.rank = rank
-        self.out, self.err = (self._file(folder, kind) for kind in ("out", "err"))
-        self.started = time.monotonic()
-        self.ended: float | None = None
-        self.process = subprocess.Popen(
+
+def _start(commands: Sequence[Sequence[str]], env: Mapping[str, str] | None, imports: tuple[str, ...]) -> _Start:
+    """How to start ranks: by forks, but from fresh interpreters where the environment is not the server's, since imports read it;
+    where there is CUDA, whose driver does not survive a fork; and what is no module."""
+    if env or torch.cuda.is_available() or any(command[0] != "-m" for command in commands):
+        return _fresh
+    server = _server(imports)
+    return server.start if _read(server.environ) == _read(child_env()) else _fresh
+
+
+def _read(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in UNREAD}
+
+
+@lru_cache(maxsize=1)
+def _server(imports: tuple[str, ...]) -> ForkServer:
+    """The server for the ranks of a test file, which has imported nothing that other files' ranks need."""
+    return ForkServer(imports)
+
+
+def _fresh(command: Sequence[str], environ: Mapping[str, str], out: Path, err: Path) -> subprocess.Popen[bytes]:
+    with out.open("ab") as stdout, err.open("ab") as stderr:
+        return subprocess.Popen(
             [sys.executable, *command],
-            env=dict(env),
+            env=dict(environ),
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
-            stdout=self.out,
-            stderr=self.err,
+            stdout=stdout,
+            stderr=stderr,
             start_new_session=True,
         )
 
-    def _file(self, folder: Path, kind: str) -> IO[bytes]:
-        return (folder / f"{self.rank}.{kind}").open("w+b")
+
+class _Rank:
+    """One process, the leader of its own process group so that its children end with it."""
+
+    def __init__(self, rank: int, command: Sequence[str], env: Mapping[str, str], folder: Path, start: _Start) -> None:
+        self.rank = rank
+        self.out, self.err = (folder / f"{rank}.{kind}" for kind in ("out", "err"))
+        for file in (self.out, self.err):
+            file.touch()
+        self.started = time.monotonic()
+        self.ended: float | None = None
+        self.code: int | None = None
+        self.process = start(command, env, self.out, self.err)
 
     def running(self) -> bool:
-        if self.process.poll() is None:
-            return True
-        self.ended = self.ended or time.monotonic()
-        return False
+        if self.ended is None and self._state() == "Z":
+            self.ended = time.monotonic()
+        return self.ended is None
 
     def stopped(self) -> bool:
-        """Whether it is frozen by a signal, and so will never end by itself (``proc_pid_stat(5)``: the state behind the name)."""
-        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        """Whether it is frozen by a signal, and so will never end by itself."""
+        return self._state() == "T"
+
+    def _state(self) -> str:
+        """``proc_pid_stat(5)``: the state behind the name; of a process that has ended it can be read until it is waited for."""
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
     def signal(self, number: signal.Signals) -> None:
         try:
@@ -173,17 +219,13 @@ class _Rank:
 
     def end(self) -> None:
         self.signal(signal.SIGKILL)
-        self.process.wait()
-        self.running()
+        self.code = self.process.wait()
+        self.ended = self.ended or time.monotonic()
 
     def result(self) -> RankResult:
-        assert self.ended is not None
-        return RankResult(self.rank, self.process.returncode, self._text(self.out), self._text(self.err), self.ended - self.started)
-
-    def _text(self, file: IO[bytes]) -> str:
-        with file:
-            file.seek(0)
-            return file.read().decode(errors="replace")
+        assert self.ended is not None and self.code is not None
+        out, err = (file.read_bytes().decode(errors="replace") for file in (self.out, self.err))
+        return RankResult(self.rank, self.code, out, err, self.ended - self.started)
 
 
 def _any_runs(ranks: Sequence[_Rank]) -> bool:
@@ -201,7 +243,7 @@ def _wait(ranks: Sequence[_Rank], deadline: float) -> list[int]:
     for rank in late:
         rank.signal(signal.SIGABRT)
     stacks_until = time.monotonic() + STACK_SECONDS
-    while _any_runs(late) and time.monotonic() < stacks_until:
+    while True in [rank.running() and not rank.stopped() for rank in late] and time.monotonic() < stacks_until:
         time.sleep(POLL_SECONDS)
     return [rank.rank for rank in late]
 

@@ -58,7 +58,7 @@ def test_killed_rank_shows_its_signal() -> None:
 def test_hanging_rank_is_killed_and_shows_where_it_hung() -> None:
     """At the time-out every process is gone, and the stack of the one that hung is in the message."""
     with pytest.raises(RanksTimedOut, match=r"ranks \[1\] did not end[\s\S]*in one_of_three_ends_badly") as caught:
-        run_ranks(3, one_of_three_ends_badly, "hang", timeout=15)
+        run_ranks(3, one_of_three_ends_badly, "hang", timeout=5)
     assert [result.returncode for result in caught.value.results][1] == -signal.SIGABRT
 
 
@@ -70,12 +70,15 @@ def test_commands_differ_by_rank() -> None:
     results = run_commands([["-c", script, "a"], ["-c", script, "b"]])
     words = [result.stdout.split() for result in results]
     assert [word[0] for word in words] == ["a", "b"]
-    orphans = {int(word[1]) for word in words}
-    deadline = time.monotonic() + 10  # A killed process takes a moment to go.
-    while orphans and time.monotonic() < deadline:
+    assert gone({int(word[1]) for word in words})
+
+
+def gone(pids: set[int]) -> bool:
+    """Whether none of them runs any more; a killed process takes a moment to go."""
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-        orphans = {pid for pid in orphans if alive(pid)}
-    assert not orphans
+    return not any(map(alive, pids))
 
 
 def alive(pid: int) -> bool:
