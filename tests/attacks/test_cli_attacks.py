@@ -1,11 +1,19 @@
-"""Every hostile directory, through the program as a user starts it: a message, an exit code, no traceback, no hang,
-and bounds on time and memory."""
+"""Every hostile directory, through the command line: a message, an exit code, no traceback, no hang, and bounds on time and memory.
+
+``inspect`` and ``plan`` run in forks of a process that has imported what they need without torch, ``load`` as a user starts it: a
+fresh interpreter takes three times as long as all that it does.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +22,11 @@ import pytest
 from rtp_llm.checkpoint import CheckpointFault
 from tests.attacks import measure
 from tests.attacks.hostile import ATTACKS, BIN, Attack, good_single
+from tests.support.fork_server import ForkServer
 from tests.support.paths import child_env
+
+#: Runs a command on a checkpoint; returns exit code, output, processor seconds and peak memory.
+Run = Callable[[str, Path], dict[str, Any]]
 
 #: Past this a command hangs; it is far beyond the two seconds, for machines that do other work as well.
 HANG_SECONDS = 60
@@ -27,7 +39,8 @@ MAX_MIB = 300
 EXIT_CODES = {"inspect": 1, "plan": 2, "load": 2}
 
 
-def run(command: str, path: Path) -> dict[str, Any]:
+def fresh(command: str, path: Path) -> dict[str, Any]:
+    """In an interpreter of its own."""
     arguments = [sys.executable, measure.__file__, str(HANG_SECONDS), sys.executable, "-m", "rtp_llm.cli", command, str(path)]
     done = subprocess.run(arguments, env=child_env(), capture_output=True, text=True, check=True)
     result: dict[str, Any] = json.loads(done.stdout)
@@ -35,12 +48,33 @@ def run(command: str, path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def idle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """``inspect`` of a checkpoint without fault: what the program needs before any attack."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """In a fork."""
+    server = ForkServer(["rtp_llm.cli.app", "rich.table"])
+    files = [tmp_path_factory.mktemp("output") / name for name in ("out", "err")]
+
+    def forked(command: str, path: Path) -> dict[str, Any]:
+        for file in files:
+            file.write_bytes(b"")
+        fork = server.start(["-m", "rtp_llm.cli", command, str(path)], child_env(), *files)
+        timer = threading.Timer(HANG_SECONDS, os.killpg, (fork.pid, signal.SIGKILL))
+        timer.start()
+        ended = fork.ended()
+        timer.cancel()
+        out, err = (file.read_text(errors="replace") for file in files)
+        return {"code": ended.code, "out": out, "err": err, "seconds": ended.seconds, "mib": ended.mib}
+
+    return forked
+
+
+@pytest.fixture(scope="module")
+def idle(tmp_path_factory: pytest.TempPathFactory, run: Run) -> dict[str, Any]:
+    """``inspect`` of a checkpoint without fault: what the program needs before any attack, in a fork no more than by itself."""
     directory = tmp_path_factory.mktemp("good")
     good_single(directory)
     result = run("inspect", directory)
     assert result["code"] == 0, result
+    assert result["mib"] < fresh("inspect", directory)["mib"] + 5
     return result
 
 
@@ -69,11 +103,19 @@ def check_manners(result: dict[str, Any], attack: Attack, idle: dict[str, Any], 
 REFUSED = [a for a in ATTACKS if a.outcome in ("problem", "config")]
 
 
+@pytest.fixture(scope="module", params=REFUSED, ids=lambda a: a.name)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Attack, Path, Path]]:
+    """An attack, the place where it was made, for one command after the other, and the path to give to them."""
+    place = tmp_path_factory.mktemp("attack") / "checkpoint"
+    yield request.param, place, request.param.build(place)
+    shutil.rmtree(place, ignore_errors=True)
+
+
 @pytest.mark.parametrize("command", ["inspect", "plan"])
-@pytest.mark.parametrize("attack", REFUSED, ids=lambda a: a.name)
-def test_attack_is_refused(attack: Attack, command: str, place: Path, idle: dict[str, Any], torch_seconds: float) -> None:
+def test_attack_is_refused(made: tuple[Attack, Path, Path], command: str, run: Run, idle: dict[str, Any], torch_seconds: float) -> None:
     """Exit code 1 (``inspect``) or 2 (``plan``), a message that names file and tensor, and bounded time and memory."""
-    result = run(command, attack.build(place))
+    attack, place, path = made
+    result = run(command, path)
     assert result["code"] == EXIT_CODES[command], result
     check_manners(result, attack, idle, torch_seconds)
     text = result["out"] + result["err"]
@@ -104,16 +146,18 @@ LOADED = [
 
 @pytest.mark.parametrize("name", LOADED)
 def test_load_refuses_as_plan_does(name: str, place: Path, idle: dict[str, Any], torch_seconds: float) -> None:
-    """``load`` ends with exit code 2 and the same message."""
+    """``load``, as a user starts it, ends with exit code 2 and the same message."""
     attack = next(a for a in ATTACKS if a.name == name)
-    result = run("load", attack.build(place))
+    result = fresh("load", attack.build(place))
     assert result["code"] == EXIT_CODES["load"], result
     check_manners(result, attack, idle, torch_seconds)
     assert attack.fault is not None and attack.fault.name in result["err"]
 
 
 @pytest.mark.parametrize("attack", [a for a in ATTACKS if a.outcome in ("note", "fine")], ids=lambda a: a.name)
-def test_misleading_files_are_reported_and_ignored(attack: Attack, place: Path, idle: dict[str, Any], torch_seconds: float) -> None:
+def test_misleading_files_are_reported_and_ignored(
+    attack: Attack, place: Path, run: Run, idle: dict[str, Any], torch_seconds: float
+) -> None:
     """Stray and stale files make ``inspect`` print a note that names them, and its exit code stays 0."""
     result = run("inspect", attack.build(place))
     assert result["code"] == 0, result
