@@ -19,7 +19,7 @@ from rtp_llm.cli.options import resolve
 from rtp_llm.cli.ranks import Launch, launched, speaks
 from rtp_llm.errors import ConfigError
 from tests.support.paths import child_env
-from tests.support.ranks import run_commands
+from tests.support.ranks import ANSWER_IMPORTS, run_commands
 from tests.support.tiny import save_tiny_llama
 
 CLI = ["-m", "rtp_llm.cli"]
@@ -75,7 +75,7 @@ def test_a_rank_that_cannot_prepare_ends_all(tiny: Path, tmp_path: Path) -> None
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(other)
     for first, second in ((tiny, other), (other, tiny)):
         commands = [[*CLI, "generate", str(path), "--device", "cpu", "--raw", "--prompt", "a b"] for path in (first, second)]
-        results = run_commands(commands, check=False)
+        results = run_commands(commands, check=False, imports=ANSWER_IMPORTS)
         assert [r.returncode for r in results] == [2, 2], results
         assert "BAD_TOKENIZER" in results[0].stderr and "Traceback" not in results[0].stderr + results[1].stderr
 
@@ -91,11 +91,11 @@ def test_ranks_with_different_prompts_do_not_answer(tiny: Path, tmp_path: Path) 
     generate = [*CLI, "generate", str(folder), "--device", "cpu", "--max_new_tokens", "2"]
     raw, timed = [[*generate, "--raw", "--prompt", prompt] for prompt in ("1 2", "2 1")], [[*generate, "--prompt", "1"]] * 2
     for commands in (raw, timed):
-        results = run_commands(commands, check=False)
+        results = run_commands(commands, check=False, imports=ANSWER_IMPORTS)
         assert [r.returncode for r in results] == [2, 2], results
         assert re.search(r"RANKS_DISAGREE.*rank 1.*prompt 1: \d+ tokens", results[0].stderr), results[0].stderr
         assert "Traceback" not in results[0].stderr + results[1].stderr
-    results = run_commands(raw[:1] * 2)
+    results = run_commands(raw[:1] * 2, imports=ANSWER_IMPORTS)
     assert results[0].stdout and not results[1].stdout
 
 

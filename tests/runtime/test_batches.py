@@ -18,7 +18,7 @@ from rtp_llm.layers.faults import ForwardError
 from rtp_llm.runtime.generation import Answer, Generation, Request, cache_size, generate, generate_all
 from rtp_llm.runtime.sampling import Sampling
 from rtp_llm.runtime.tokenizer import TextStream, encode_prompt, load_tokenizer
-from tests.support.ranks import run_commands, run_ranks
+from tests.support.ranks import ANSWER_IMPORTS, run_commands, run_ranks
 from tests.support.tiny import save_tiny_llama
 
 PROMPTS = [(5, 17, 99, 3), (2,), tuple(range(40, 60)), (1, 2, 3, 4), (130, 7, 7), (9, 8, 7, 6)]
@@ -216,7 +216,10 @@ def test_a_bad_prompt_of_one_rank_is_every_ranks_error(smollm2: Path, tmp_path: 
     (tmp_path / "blank.txt").write_text("\n")
     command = ["-m", "rtp_llm.cli", "generate", str(smollm2), "--device", "cpu"]
     results = run_commands(
-        [[*command, "--prompt", "x"], [*command, "--prompts_file", str(tmp_path / "blank.txt")]], timeout=120, check=False
+        [[*command, "--prompt", "x"], [*command, "--prompts_file", str(tmp_path / "blank.txt")]],
+        timeout=120,
+        check=False,
+        imports=ANSWER_IMPORTS,
     )
     assert [result.returncode for result in results] == [2, 2]
     assert "no prompts" in results[0].stderr and "rank 1" in results[0].stderr

@@ -17,7 +17,7 @@ from rtp_llm.errors import ConfigError
 from rtp_llm.runtime.generation import Answer, generate
 from rtp_llm.runtime.limits import Limits, generation_limits, require_kind, stop_tokens
 from rtp_llm.runtime.tokenizer import encode_prompt, load_tokenizer
-from tests.support.ranks import run_commands
+from tests.support.ranks import ANSWER_IMPORTS, run_commands
 from tests.support.tiny import save_tiny_llama
 
 QUESTION = "What is the capital of France?"
@@ -124,7 +124,7 @@ def test_raw_prompts_are_continued(smollm2: Path, capsys: pytest.CaptureFixture[
 def test_smollm2_on_three_ranks_says_the_same(smollm2: Path) -> None:
     """Nine heads and three KV heads over three processes; rank 0 alone prints."""
     command = ["-m", "rtp_llm.cli", "generate", str(smollm2), "--prompt", QUESTION, "--device", "cpu"]
-    results = run_commands([command] * 3, timeout=120)
+    results = run_commands([command] * 3, timeout=120, imports=ANSWER_IMPORTS)
     assert [r.stdout for r in results] == [ANSWER + "\n", "", ""]
 
 

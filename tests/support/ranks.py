@@ -32,8 +32,9 @@ import torch.distributed as dist
 from tests.support.fork_server import Fork, ForkServer
 from tests.support.paths import ROOT, child_env
 
-#: What commands of ranks import, unless the caller knows better.
-COMMANDS_IMPORT = ("torch.distributed", "rtp_llm.cli.app", "rtp_llm.loader")
+#: What ``rtp-llm`` imports to load a model, and what more to let it answer.
+LOAD_IMPORTS = ("torch.distributed", "rtp_llm.cli.app", "rtp_llm.loader")
+ANSWER_IMPORTS = (*LOAD_IMPORTS, "rtp_llm.runtime.tokenizer", "rtp_llm.runtime.generation", "transformers.modeling_utils")
 
 #: Variables of pytest that change from test to test, and that no import reads.
 UNREAD = frozenset({"PYTEST_CURRENT_TEST"})
@@ -106,7 +107,7 @@ def run_commands(
     timeout: float = 60.0,
     check: bool = True,
     env: Mapping[str, str] | None = None,
-    imports: Sequence[str] = COMMANDS_IMPORT,
+    imports: Sequence[str] = LOAD_IMPORTS,
 ) -> list[RankResult]:
     """Run ``python *command`` for each command, one rank each; e.g. ``["-m", "rtp_llm.cli", "load", path]``.
 
@@ -166,9 +167,9 @@ def _read(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in UNREAD}
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)  # functions and commands of one test file
 def _server(imports: tuple[str, ...]) -> ForkServer:
-    """The server for the ranks of a test file, which has imported nothing that other files' ranks need."""
+    """The server for just these imports: ranks find nothing that other files' ranks need."""
     return ForkServer(imports)
 
 

@@ -142,7 +142,7 @@ def test_one_rank_of_four_and_all_end(tmp_path: Path, checkpoints: dict[str, str
         shutil.rmtree(own)
         save_tiny_llama(own, num_attention_heads=8, num_key_value_heads=4, seed=1)
     directories = [str(own) if rank == 1 else checkpoints["llama"] for rank in range(4)]
-    timeout_s = 30.0 if fault == "frozen" else 60.0
+    timeout_s = 20.0 if fault == "frozen" else 60.0
     bound = 10 + timeout_s / 2 * (fault == "frozen")
     with pytest.raises(RanksFailed) as caught:
         run_ranks(4, workers.rank_fault, directories, fault, str(tmp_path), timeout_s, timeout=80)
