@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import nn
 
 from rtp_llm.errors import PlanError, Problem
-from rtp_llm.plan.boxes import Box, extent, view
+from rtp_llm.plan.boxes import Box, Shape, extent, view
 from rtp_llm.plan.faults import PlanFault
 from rtp_llm.plan.pieces import ParamSpec
 from rtp_llm.plan.plan import Delivery, LoadPlan
+from rtp_llm.plan.ranges import byte_runs
+from rtp_llm.transport.interface import Memory, Place
 
 #: torch's allocator gives memory of a GPU in multiples of the first; up to the second (kMinBlockSize and kSmallSize of its
 #: CUDACachingAllocator) out of segments of their own, which hold nothing larger.
@@ -70,21 +73,39 @@ def _memory(spec: ParamSpec, device: torch.device) -> torch.Tensor:
         ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Flat:
+    """A contiguous parameter: what bytes are found by, which takes torch longer to tell than to compute with."""
+
+    memory: Memory
+    shape: Shape
+    dtype: str
+    bits: int
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> _Flat:
+        name = str(parameter.dtype).removeprefix("torch.")
+        return cls(Memory.of(parameter), tuple(parameter.shape), name, 8 * parameter.dtype.itemsize)
+
+
 class Placement:
     """The sink of every transport."""
 
     def __init__(self, params: dict[str, nn.Parameter]) -> None:
         self._memory = {name: parameter.data for name, parameter in params.items()}
+        self._flat = {name: _Flat.of(memory) for name, memory in self._memory.items() if memory.is_contiguous()}
 
-    def direct(self, part: Delivery) -> torch.Tensor | None:
+    def direct(self, part: Delivery) -> Place | None:
         """The memory of the only target, where the file's bytes are its bytes: contiguous, same dtype, and no op that
         moves elements."""
         if len(part.targets) != 1 or not part.passes or not part.verbatim:
             return None
-        place = self._place(part.targets[0].param, part.targets[0].box)
-        if not place.is_contiguous() or str(place.dtype) != f"torch.{part.stored_dtype}":
+        (target,) = part.targets
+        flat = self._flat.get(target.param)
+        if flat is None or flat.dtype != part.stored_dtype:
             return None
-        return place.reshape(-1).view(torch.uint8)
+        runs = byte_runs(flat.shape, target.box, flat.bits)
+        return None if runs.steps else Place(flat.memory, runs.first)
 
     def place(self, part: Delivery, content: torch.Tensor) -> None:
         """Writes ``content`` (the raw box, in the stored dtype) to all targets; see :meth:`place_all`."""

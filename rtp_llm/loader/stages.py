@@ -21,6 +21,7 @@ from rtp_llm.plan.boxes import Box, Shape, extent, view, volume
 from rtp_llm.plan.making import Stage
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.plan.room import staged_deliveries
+from rtp_llm.transport.interface import Place
 from rtp_llm.transport.scratch.staging import in_huge_pages
 
 #: Bytes of float32 that a tensor is quantised in at a time.  On the CPU what a core's cache holds: larger steps take up to three
@@ -97,7 +98,7 @@ class MakingPlacement(Placement):
             self._stopped = True
             self._changed.notify_all()
 
-    def direct(self, part: Delivery) -> Any:
+    def direct(self, part: Delivery) -> Place | None:
         if any(target.param in self._stages for target in part.targets):
             return None
         return super().direct(part)

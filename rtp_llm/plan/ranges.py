@@ -50,14 +50,14 @@ def byte_runs(shape: Shape, box: Box, bits: int) -> Runs:
 
     Elements smaller than a byte must begin and end on whole bytes in the last dimension, else ``ValueError``.
     """
-    if volume(box) == 0:
-        return Runs(0, 0)
     inner = len(shape)  # dimensions from here on are covered whole, so they are part of one run
     while inner > 0 and box[inner - 1] == (0, shape[inner - 1]):
         inner -= 1
     below = prod(shape[inner:])  # elements in one index of dimension inner - 1
     if inner == 0:
         return Runs(0, _bytes(below, bits))
+    if volume(box) == 0:
+        return Runs(0, 0)
     first, last = box[inner - 1]
     length, offset = _bytes((last - first) * below, bits), _bytes(first * below, bits)
     steps: list[tuple[int, int]] = []

@@ -11,12 +11,34 @@ import torch
 from rtp_llm.plan.plan import Delivery, LoadPlan
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """All of a parameter's memory, flat: a ``uint8`` tensor and, on the host, the same as ``bytes`` to read into."""
+
+    tensor: torch.Tensor
+    bytes: memoryview | None
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> Memory:
+        """The memory of a contiguous tensor."""
+        flat = parameter.reshape(-1).view(torch.uint8)
+        return cls(flat, flat.numpy().data if flat.device.type == "cpu" else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """``memory`` from byte ``at`` on.  Numbers, not a tensor: cutting a tensor out of another one takes a reader, and all that wait
+    for the interpreter's lock, longer than a small tensor is on the link."""
+
+    memory: Memory
+    at: int
+
+
 class Sink(Protocol):
     """Where bytes go.  Called from several threads, for disjoint places; it alone writes parameters."""
 
-    def direct(self, part: Delivery) -> torch.Tensor | None:
-        """The final place of ``part`` as flat ``uint8`` memory on its device, if its bytes, as they stand in the file,
-        belong there end to end; None where they have to go through :meth:`place`.
+    def direct(self, part: Delivery) -> Place | None:
+        """Where the bytes of ``part`` belong end to end as they stand in the file; None where they have to go through :meth:`place`.
 
         Whoever takes it writes all of it."""
 

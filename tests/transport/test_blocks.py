@@ -6,13 +6,17 @@ import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtp_llm.plan.boxes import Box, view
+from rtp_llm.transport.interface import Memory, Place
 from rtp_llm.transport.scratch.blocks import MAX_RUNS, Block, Comb, work_of
+from rtp_llm.transport.scratch.reader import spread
 from tests.transport.test_scratch import Collect, deliver, plan_for
 
 MIB = 1 << 20
@@ -127,3 +131,29 @@ def test_work_fits_the_staging_buffer(tmp_path: Path, direct: bool, most: int, g
     assert sum(piece.nbytes for piece in found) == plan.bytes_read
     kinds = {type(piece) for piece in found}
     assert Block in kinds and (Comb in kinds) == (direct and gap > 0)
+
+
+class Counted(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **kwargs or {})
+
+
+def test_parts_are_spread_by_few_calls() -> None:
+    """Parts for two parameters, in any order, with and without gaps: each to its place and nothing beside it, by one call for each
+    parameter and one for all: what a call of torch costs is its turn at the interpreter's lock."""
+    a, b = torch.zeros(100, dtype=torch.uint8), torch.zeros(6, 8, dtype=torch.bfloat16)
+    memories, wanted = [Memory.of(a), Memory.of(b)], [bytearray(100), bytearray(96)]
+    parts = []
+    for index, (memory, at, nbytes) in enumerate([(0, 40, 7), (1, 16, 16), (0, 0, 8), (1, 32, 1), (0, 8, 2), (1, 0, 0), (0, 99, 1)]):
+        parts.append((Place(memories[memory], at), torch.full((nbytes,), index + 1, dtype=torch.uint8)))
+        wanted[memory][at : at + nbytes] = bytes([index + 1] * nbytes)
+    with Counted() as counted:
+        spread(parts)
+    assert bytes(a.numpy()) == wanted[0] and bytes(b.view(torch.uint8).numpy().reshape(-1)) == wanted[1]
+    assert counted.calls == 3
+    spread([])

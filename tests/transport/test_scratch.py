@@ -22,7 +22,7 @@ from rtp_llm.plan.ops import Deinterleave, Op, Transpose
 from rtp_llm.plan.pieces import ParamSpec, Piece
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.plan.rules import Mapping, Rule
-from rtp_llm.transport.interface import Moved, Quiet
+from rtp_llm.transport.interface import Memory, Moved, Place, Quiet
 from rtp_llm.transport.scratch.files import Files
 from rtp_llm.transport.scratch.reader import ScratchTransport
 
@@ -34,11 +34,11 @@ class Collect:
         self.memory = {p.name: torch.zeros(p.shape, dtype=getattr(torch, p.dtype)) for p in plan.params}
         self._direct = direct
 
-    def direct(self, part: Delivery) -> torch.Tensor | None:
+    def direct(self, part: Delivery) -> Place | None:
         place = view(self.memory[part.targets[0].param], part.targets[0].box)
         if not self._direct or not part.verbatim or not part.passes or not place.is_contiguous():
             return None
-        return place.reshape(-1).view(torch.uint8)
+        return Place(Memory.of(place), 0)
 
     def stop(self) -> None:
         """Nobody waits here."""

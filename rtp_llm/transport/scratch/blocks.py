@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
-
 from rtp_llm.checkpoint.catalog import TensorInfo
 from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.plan.ranges import Runs, byte_runs
+from rtp_llm.transport.interface import Memory, Place
 
 #: Unwanted bytes between tensors that may be read with them, as a part of the wanted ones: a rank that reads its experts
 #: reads no more than this of the others'.
@@ -31,26 +30,26 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """``nbytes`` of a file from byte ``start``, for flat memory ``place[at : at + nbytes]``."""
+    """``nbytes`` of a file from byte ``start``, for ``memory[at : at + nbytes]``."""
 
     tensor: TensorInfo
     start: int
-    place: torch.Tensor
+    memory: Memory
     at: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Comb:
-    """``count`` runs of ``length`` bytes, ``stride`` apart, from byte ``start``, for flat memory ``place[at : at + nbytes]``,
-    in which they lie end to end."""
+    """``count`` runs of ``length`` bytes, ``stride`` apart, from byte ``start``, for ``memory[at : at + nbytes]``, in which they
+    lie end to end."""
 
     tensor: TensorInfo
     start: int
     length: int
     stride: int
     count: int
-    place: torch.Tensor
+    memory: Memory
     at: int
 
     @property
@@ -89,10 +88,10 @@ class Extent:
 @dataclass(frozen=True, slots=True)
 class Block:
     """Extents of one file, in order, that are read together (several only if each is one run), and, for each that goes
-    there as it is, the flat memory of its place."""
+    there as it is, its place."""
 
     extents: tuple[Extent, ...]
-    places: tuple[torch.Tensor | None, ...]
+    places: tuple[Place | None, ...]
 
     @property
     def nbytes(self) -> int:
@@ -112,9 +111,7 @@ def extent_of(part: Delivery) -> Extent:
     return Extent(part, tensor.start, byte_runs(tensor.shape, part.raw_box, DTYPES[tensor.dtype].bits))
 
 
-def work_of(
-    plan: LoadPlan, direct: Callable[[Delivery], torch.Tensor | None], most_bytes: int, most_gap: int
-) -> Iterator[Stretch | Comb | Block]:
+def work_of(plan: LoadPlan, direct: Callable[[Delivery], Place | None], most_bytes: int, most_gap: int) -> Iterator[Stretch | Comb | Block]:
     """A plan's deliveries as work that needs at most ``most_bytes`` of staging (a delivery that cannot be divided may
     need more), in file order.
 
@@ -122,7 +119,7 @@ def work_of(
     become blocks.  ``most_gap`` is how many unwanted bytes between the rows of a matrix are read rather than skipped.
     """
     room = max(ALIGNMENT, most_bytes // ALIGNMENT * ALIGNMENT)
-    pending: list[tuple[Extent, torch.Tensor | None]] = []
+    pending: list[tuple[Extent, Place | None]] = []
     staged = wanted = 0
     for delivery in plan.deliveries:
         extent, place = extent_of(delivery), direct(delivery)
@@ -147,15 +144,15 @@ def work_of(
         yield _block(pending)
 
 
-def _block(pending: list[tuple[Extent, torch.Tensor | None]]) -> Stretch | Block:
+def _block(pending: list[tuple[Extent, Place | None]]) -> Stretch | Block:
     """What is read together; one run alone that has a flat place needs no more than a stretch does."""
     (extent, place), *more = pending
     if place is not None and not more and not extent.runs.steps:
-        return Stretch(extent.part.tensor, extent.first, place, 0, extent.nbytes)
+        return Stretch(extent.part.tensor, extent.first, place.memory, place.at, extent.nbytes)
     return Block(tuple(e for e, _ in pending), tuple(p for _, p in pending))
 
 
-def _joins(pending: list[tuple[Extent, torch.Tensor | None]], wanted: int, extent: Extent) -> bool:
+def _joins(pending: list[tuple[Extent, Place | None]], wanted: int, extent: Extent) -> bool:
     """Whether an extent can be read by the same call as those before it, which are ``wanted`` bytes."""
     first, last = pending[0][0], pending[-1][0]
     wanted += extent.nbytes
@@ -171,7 +168,7 @@ def _joins(pending: list[tuple[Extent, torch.Tensor | None]], wanted: int, exten
     )
 
 
-def _streamed(extent: Extent, place: torch.Tensor, most_bytes: int, most_gap: int) -> list[Stretch | Comb]:
+def _streamed(extent: Extent, place: Place, most_bytes: int, most_gap: int) -> list[Stretch | Comb]:
     """A delivery with a flat place as stretches or combs of at most ``most_bytes``; nothing for one that is better read in
     blocks: a small one, with its neighbours, or one whose runs are not evenly spaced, or lie too far apart."""
     tensor, length, steps = extent.part.tensor, extent.runs.length, extent.runs.steps
@@ -180,13 +177,14 @@ def _streamed(extent: Extent, place: torch.Tensor, most_bytes: int, most_gap: in
         if extent.nbytes < most_bytes // 8:
             return []
         return [
-            Stretch(tensor, extent.first + at, place, at, min(most_bytes, extent.nbytes - at)) for at in range(0, extent.nbytes, most_bytes)
+            Stretch(tensor, extent.first + at, place.memory, place.at + at, min(most_bytes, extent.nbytes - at))
+            for at in range(0, extent.nbytes, most_bytes)
         ]
     (count, stride), *outer = steps
     if outer or length > most_bytes or not 0 <= stride - length <= most_gap:
         return []
     rows = min(most_bytes // length, count)
     return [
-        Comb(tensor, extent.first + row * stride, length, stride, min(rows, count - row), place, row * length)
+        Comb(tensor, extent.first + row * stride, length, stride, min(rows, count - row), place.memory, place.at + row * length)
         for row in range(0, count, rows)
     ]

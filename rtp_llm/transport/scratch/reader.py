@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from operator import itemgetter
 from queue import SimpleQueue
 from types import TracebackType
 
@@ -20,7 +22,7 @@ from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.collector import collector_paused
 from rtp_llm.plan.boxes import extent, view
 from rtp_llm.plan.plan import Delivery, LoadPlan
-from rtp_llm.transport.interface import Moved, Progress, Sink
+from rtp_llm.transport.interface import Memory, Moved, Place, Progress, Sink
 from rtp_llm.transport.scratch.blocks import MAX_OVERREAD, MAX_RUNS, Block, Comb, Extent, Stretch, work_of
 from rtp_llm.transport.scratch.files import Files
 from rtp_llm.transport.scratch.staging import Staging
@@ -136,7 +138,6 @@ class _Reader:
     ) -> None:
         self._files, self._sink, self._progress = files, sink, progress
         self._device, self._buffer_bytes = device, buffer_bytes
-        self._on_host = device.type == "cpu"
         self._most_gap, self._whole = most_gap, whole
         self._scrap = memoryview(bytearray(max(most_gap, int(MAX_OVERREAD * buffer_bytes))))
         self._overread = self._copied = 0
@@ -148,8 +149,8 @@ class _Reader:
                 check()
                 if isinstance(piece, Block):
                     self._block(piece, staging)
-                elif self._on_host:
-                    self._fill(piece, piece.place.numpy().data[piece.at : piece.at + piece.nbytes], {})
+                elif piece.memory.bytes is not None:
+                    self._fill(piece, piece.memory.bytes[piece.at : piece.at + piece.nbytes], {})
                 else:
                     self._send(piece, staging)
                 placed += piece.nbytes
@@ -168,7 +169,7 @@ class _Reader:
         """Reads into a pinned buffer and copies from there to the flat place on the device."""
         slot, nbytes = staging.take(piece.nbytes), piece.nbytes
         self._fill(piece, slot.bytes, slot.combs)
-        piece.place[piece.at : piece.at + nbytes].copy_(slot.tensor[:nbytes], non_blocking=True)
+        piece.memory.tensor[piece.at : piece.at + nbytes].copy_(slot.tensor[:nbytes], non_blocking=True)
         staging.give(slot)
         self._copied += nbytes
 
@@ -193,30 +194,32 @@ class _Reader:
             self._overread += (runs - 1) * gap
 
     def _block(self, block: Block, staging: Staging) -> None:
-        if self._on_host and None not in block.places:
-            self._read(block, [place.numpy().data for place in block.places if place is not None])
+        final = _on_host(block)
+        if final is not None:
+            self._read(block, final)
             return
         # Staged as a whole where any part has to be: mixed blocks are rare and small.
-        spans, at = [], 0
-        for item in block.extents:
-            spans.append((at, at + item.nbytes))
-            at += item.staged
-        if at > self._buffer_bytes:
-            # A tensor that has to be held whole: one at a time, which is what the plan counts.
-            with self._whole:
-                self._place(block, spans, at, staging)
-        else:
-            self._place(block, spans, at, staging)
+        staged = block.staged
+        # A tensor that has to be held whole: one at a time, which is what the plan counts.
+        with self._whole if staged > self._buffer_bytes else nullcontext():
+            self._place(block, staged, staging)
         self._copied += block.nbytes
 
-    def _place(self, block: Block, spans: Sequence[tuple[int, int]], at: int, staging: Staging) -> None:
-        """Reads a block into ``at`` bytes of a staging buffer, each part to its span, and has it placed."""
-        slot = staging.take(at)
-        self._read(block, [slot.bytes[a:b] for a, b in spans])
-        buffer = slot.tensor
-        if not self._on_host and len(spans) >= _ONE_TRANSFER:
-            buffer = buffer[:at].to(self._device, non_blocking=True)
-        self._sink.place_all([(e.part, as_stored(e.part, buffer[a:b])) for e, (a, b) in zip(block.extents, spans, strict=True)])
+    def _place(self, block: Block, staged: int, staging: Staging) -> None:
+        """Reads a block into ``staged`` bytes of a staging buffer, and has it placed."""
+        slot, spans, at = staging.take(staged), [], 0
+        for item in block.extents:
+            spans.append((at, item.nbytes))
+            at += item.staged
+        self._read(block, [slot.bytes[at : at + nbytes] for at, nbytes in spans])
+        buffer = slot.tensor[:staged]
+        if self._device.type != "cpu" and len(spans) >= _ONE_TRANSFER:
+            buffer = buffer.to(self._device, non_blocking=True)
+        parts = list(zip(block.extents, block.places, cut(buffer, spans), strict=True))
+        spread([(place, content) for _, place, content in parts if place is not None])
+        others = [(item.part, as_stored(item.part, content)) for item, place, content in parts if place is None]
+        if others:
+            self._sink.place_all(others)
         staging.give(slot)
 
     def _read(self, block: Block, places: Sequence[memoryview]) -> None:
@@ -252,6 +255,47 @@ class _Reader:
                     self._overread += gap
                 buffers.append(place[run * length : (run + 1) * length])
             self._files.scatter(tensor, item.start + offsets[first], buffers, offsets[last - 1] + length - offsets[first])
+
+
+def _on_host(block: Block) -> list[memoryview] | None:
+    """Where all of a block's bytes belong, if they can be read right there."""
+    final = []
+    for item, place in zip(block.extents, block.places, strict=True):
+        if place is None or place.memory.bytes is None:
+            return None
+        final.append(place.memory.bytes[place.at : place.at + item.nbytes])
+    return final
+
+
+def cut(memory: torch.Tensor, spans: Iterable[tuple[int, int]]) -> list[torch.Tensor]:
+    """Pieces of flat ``memory`` as (first byte, bytes), in order, by one call of torch: each call gives the interpreter's lock away, and
+    waits for it behind all other readers."""
+    sizes: list[int] = []
+    wanted: list[int] = []
+    behind = 0
+    for at, nbytes in spans:
+        if at > behind:
+            sizes.append(at - behind)
+        wanted.append(len(sizes))
+        sizes.append(nbytes)
+        behind = at + nbytes
+    pieces = memory.split_with_sizes([*sizes, memory.numel() - behind])
+    return [pieces[number] for number in wanted]
+
+
+def spread(parts: Sequence[tuple[Place, torch.Tensor]]) -> None:
+    """Copies flat ``uint8`` contents to their places, all by one call of torch, and one more for each memory."""
+    within: dict[Memory, list[tuple[int, torch.Tensor]]] = {}
+    for place, content in parts:
+        within.setdefault(place.memory, []).append((place.at, content))
+    places: list[torch.Tensor] = []
+    contents: list[torch.Tensor] = []
+    for memory, pieces in within.items():
+        pieces.sort(key=itemgetter(0))
+        places += cut(memory.tensor, [(at, content.numel()) for at, content in pieces])
+        contents += [content for _, content in pieces]
+    if places:
+        torch._foreach_copy_(places, contents, non_blocking=True)
 
 
 def _groups(offsets: Sequence[int], length: int, most_gap: int) -> Iterator[tuple[int, int]]:

@@ -19,6 +19,7 @@ from rtp_llm.plan.ops import Op
 from rtp_llm.plan.pieces import ParamSpec, Piece
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.plan.rules import Mapping, Rule
+from rtp_llm.transport.interface import Place
 
 
 class Collect:
@@ -28,7 +29,7 @@ class Collect:
         self.memory = {p.name: torch.zeros(p.shape, dtype=getattr(torch, p.dtype)) for p in plan.params}
         self.placed = 0
 
-    def direct(self, part: Delivery) -> torch.Tensor | None:
+    def direct(self, part: Delivery) -> Place | None:
         raise AssertionError("this transport places")
 
     def stop(self) -> None:
