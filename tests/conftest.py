@@ -15,6 +15,8 @@ from tests.support.paths import ROOT, child_env
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch asks the name server who 127.0.0.1 is at every connection: an answer that is lost costs a second, not the usual five.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 
 def pytest_configure(config: pytest.Config) -> None:
