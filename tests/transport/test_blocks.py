@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtp_llm.plan.boxes import Box, view
+from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.transport.interface import Memory, Place
-from rtp_llm.transport.scratch.blocks import MAX_RUNS, Block, Comb, work_of
-from rtp_llm.transport.scratch.reader import spread
+from rtp_llm.transport.scratch.blocks import MAX_BUNDLE, MAX_RUNS, Block, Bundle, Comb, Stretch, Work, spans_of, work_of
+from rtp_llm.transport.scratch.files import Files
+from rtp_llm.transport.scratch.spread import spread
+from rtp_llm.transport.scratch.staging import Staging
 from tests.transport.test_scratch import Collect, deliver, plan_for
 
 MIB = 1 << 20
@@ -117,6 +120,13 @@ def test_calls_that_the_kernel_cuts_short(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(torch.equal(sink.memory[name], view(t, boxes[name]) if boxes[name] else t) for name, t in tensors.items())
 
 
+def staged(piece: Work) -> int:
+    """Bytes of a staging buffer that a piece of work needs."""
+    if isinstance(piece, Block):
+        return piece.staged
+    return sum(spans_of(part.nbytes for part in piece.pieces)[-1]) if isinstance(piece, Bundle) else piece.nbytes
+
+
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("most", [256, 1000, 100_000])
 @pytest.mark.parametrize("gap", [0, 1 << 17])
@@ -127,9 +137,9 @@ def test_work_fits_the_staging_buffer(tmp_path: Path, direct: bool, most: int, g
     save_file(tensors, tmp_path / "model.safetensors")
     plan = plan_for(tmp_path, whole(tensors) | {"columns": ((0, 40), (3, 13))})
     found = list(work_of(plan, Collect(plan, direct).direct, most, gap))
-    assert all((piece.staged if isinstance(piece, Block) else piece.nbytes) <= most for piece in found)
+    assert all(staged(piece) <= most for piece in found)
     assert sum(piece.nbytes for piece in found) == plan.bytes_read
-    kinds = {type(piece) for piece in found}
+    kinds = {type(piece) for work in found for piece in (work.pieces if isinstance(work, Bundle) else (work,))}
     assert Block in kinds and (Comb in kinds) == (direct and gap > 0)
 
 
@@ -157,3 +167,67 @@ def test_parts_are_spread_by_few_calls() -> None:
     assert bytes(a.numpy()) == wanted[0] and bytes(b.view(torch.uint8).numpy().reshape(-1)) == wanted[1]
     assert counted.calls == 3
     spread([])
+
+
+class Device(Collect):
+    """A sink whose memory cannot be read into, as a GPU's, in one piece."""
+
+    def __init__(self, plan: LoadPlan, direct: bool) -> None:
+        super().__init__(plan, direct)
+        flat = torch.cat([memory.reshape(-1) for memory in self.memory.values()])
+        sizes = [memory.numel() for memory in self.memory.values()]
+        self.memory = {p.name: part.view(p.shape) for p, part in zip(plan.params, flat.split_with_sizes(sizes), strict=True)}
+        self._all = Memory(flat.view(torch.uint8), None)
+
+    def direct(self, part: Delivery) -> Place | None:
+        return Place(self._all, 4 * view(self.memory[part.targets[0].param], part.targets[0].box).storage_offset())
+
+
+def scaled(folder: Path, experts: int) -> dict[str, torch.Tensor]:
+    """Two files of matrices with small scales between them."""
+    for file in range(2):
+        tensors = {}
+        for expert in range(experts):
+            tensors[f"f{file}e{expert:03}.weight"] = torch.randn(64, 128)
+            tensors[f"f{file}e{expert:03}.weight_scale"] = torch.randn(8, 16)
+        save_file(tensors, folder / f"{file}.safetensors")
+    return {name: tensor for file in range(2) for name, tensor in load_file(folder / f"{file}.safetensors").items()}
+
+
+@pytest.mark.parametrize("box", [((0, 8), (2, 4)), ((2, 4), (0, 16))])
+@pytest.mark.parametrize("sink_of", [Collect, Device])
+def test_small_pieces_far_apart_share_a_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box: Box, sink_of: type[Collect]) -> None:
+    """A rank's rows or columns of scales between weights: for a device they are staged, and transferred, up to 32 at a time, though each
+    is read by a call of its own; on the host they go right to their places.  Bundles are of one file, and what is large is alone."""
+    tensors = scaled(tmp_path, 50)
+    boxes = {name: box if name.endswith("scale") else ((0, 64), (0, 128)) for name in tensors}
+    plan = plan_for(tmp_path, boxes)
+    sink = sink_of(plan, direct=True)
+    work = list(work_of(plan, sink.direct, MIB // 8, MIB))
+    bundles = [piece for piece in work if isinstance(piece, Bundle)]
+    assert [len(bundle.pieces) for bundle in bundles] == [MAX_BUNDLE, 50 - MAX_BUNDLE] * 2
+    assert all(len({piece.file for piece in bundle.pieces}) == 1 for bundle in bundles)
+    assert [piece.nbytes for piece in work if isinstance(piece, Stretch)] == [64 * 128 * 4] * 100
+    taken: list[int] = []
+    take = Staging.take
+    monkeypatch.setattr(Staging, "take", lambda self, nbytes: taken.append(nbytes) or take(self, nbytes))
+    deliver(plan, tmp_path, sink, MIB // 8)
+    assert all(torch.equal(sink.memory[name], view(tensor, boxes[name])) for name, tensor in tensors.items())
+    assert len(taken) == (0 if sink_of is Collect else len(work))
+
+
+@pytest.mark.parametrize(("rows", "columns", "whole"), [(64, 64, True), (64, 65, False)])
+def test_small_combs_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, whole: bool) -> None:
+    """Up to 16 KiB from the first to the last wanted byte: one plain read, of which the runs are kept; what lies between is counted as
+    read.  Beyond, the file's map is asked first."""
+    tensor = torch.randn(rows, columns)
+    save_file({"t": tensor}, tmp_path / "model.safetensors")
+    plan = plan_for(tmp_path, {"t": ((0, rows), (0, columns - 1))})
+    asked: list[int] = []
+    gather = Files.gather
+    monkeypatch.setattr(Files, "gather", lambda self, *given: asked.append(1) or gather(self, *given))
+    sink = Collect(plan, direct=True)
+    moved = deliver(plan, tmp_path, sink, MIB)
+    assert torch.equal(sink.memory["t"], tensor[:, :-1])
+    assert asked == ([] if whole else [1])
+    assert moved.bytes_placed == plan.bytes_read and moved.bytes_read == plan.bytes_read + (rows - 1) * 4

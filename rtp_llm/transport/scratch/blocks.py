@@ -10,8 +10,9 @@ interpreter lock, which at 45 GB/s has 180 microseconds for each 8 MiB.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from rtp_llm.checkpoint.catalog import TensorInfo
 from rtp_llm.checkpoint.dtypes import DTYPES
@@ -26,6 +27,10 @@ MAX_OVERREAD = 0.02
 MAX_RUNS = 512
 #: Parts begin at multiples of this in a staging buffer, so that they can be viewed in any dtype.
 ALIGNMENT = 64
+#: Small is what takes less than this part of a buffer: a call and a transfer of its own would cost more than the bytes.
+_SMALL = 8
+#: Small pieces that share a buffer: of more than that, one reader would bring the last ones alone.
+MAX_BUNDLE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,10 @@ class Stretch:
     memory: Memory
     at: int
     nbytes: int
+
+    @property
+    def file(self) -> str:
+        return self.tensor.file
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +62,29 @@ class Comb:
     at: int
 
     @property
+    def file(self) -> str:
+        return self.tensor.file
+
+    @property
     def nbytes(self) -> int:
         return self.length * self.count
+
+    @property
+    def span(self) -> int:
+        """Bytes of the file from its first to its last."""
+        return (self.count - 1) * self.stride + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Small pieces of one file that lie too far apart to be read by one call (an expert's scales, between its weights), and that
+    share a staging buffer and a transfer."""
+
+    pieces: tuple[Stretch | Comb, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +112,7 @@ class Extent:
     @property
     def staged(self) -> int:
         """Bytes of a staging buffer that it takes."""
-        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+        return _aligned(self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +124,10 @@ class Block:
     places: tuple[Place | None, ...]
 
     @property
+    def file(self) -> str:
+        return self.extents[0].part.tensor.file
+
+    @property
     def nbytes(self) -> int:
         """Wanted bytes."""
         return sum(e.nbytes for e in self.extents)
@@ -101,6 +135,23 @@ class Block:
     @property
     def staged(self) -> int:
         return sum(e.staged for e in self.extents)
+
+
+Piece: TypeAlias = Stretch | Comb | Block
+Work: TypeAlias = Piece | Bundle
+
+
+def spans_of(sizes: Iterable[int]) -> list[tuple[int, int]]:
+    """Where parts of these bytes lie in a staging buffer: (first byte, bytes)."""
+    spans, at = [], 0
+    for nbytes in sizes:
+        spans.append((at, nbytes))
+        at += _aligned(nbytes)
+    return spans
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def extent_of(part: Delivery) -> Extent:
@@ -111,14 +162,38 @@ def extent_of(part: Delivery) -> Extent:
     return Extent(part, tensor.start, byte_runs(tensor.shape, part.raw_box, DTYPES[tensor.dtype].bits))
 
 
-def work_of(plan: LoadPlan, direct: Callable[[Delivery], Place | None], most_bytes: int, most_gap: int) -> Iterator[Stretch | Comb | Block]:
+def work_of(plan: LoadPlan, direct: Callable[[Delivery], Place | None], most_bytes: int, most_gap: int) -> Iterator[Work]:
     """A plan's deliveries as work that needs at most ``most_bytes`` of staging (a delivery that cannot be divided may
-    need more), in file order.
+    need more), in file order but for small pieces, which wait until they are some.
 
-    ``direct`` is the sink's: deliveries with a flat place become stretches and combs; those without, and small ones,
+    ``direct`` is the sink's: deliveries with a flat place become stretches and combs; those without, and small neighbours,
     become blocks.  ``most_gap`` is how many unwanted bytes between the rows of a matrix are read rather than skipped.
     """
     room = max(ALIGNMENT, most_bytes // ALIGNMENT * ALIGNMENT)
+    small: list[Stretch | Comb] = []
+    staged = 0
+    for piece in _pieces(plan, direct, room, most_gap):
+        joins = not isinstance(piece, Block) and piece.nbytes < room // _SMALL
+        other_file = bool(small) and piece.file != small[0].file
+        full = joins and (len(small) == MAX_BUNDLE or staged + _aligned(piece.nbytes) > room)
+        if small and (other_file or full):
+            yield _bundle(small)
+            small, staged = [], 0
+        if isinstance(piece, Block) or not joins:
+            yield piece
+        else:
+            small.append(piece)
+            staged += _aligned(piece.nbytes)
+    if small:
+        yield _bundle(small)
+
+
+def _bundle(small: list[Stretch | Comb]) -> Stretch | Comb | Bundle:
+    return small[0] if len(small) == 1 else Bundle(tuple(small))
+
+
+def _pieces(plan: LoadPlan, direct: Callable[[Delivery], Place | None], room: int, most_gap: int) -> Iterator[Piece]:
+    """A plan's deliveries, each alone or with its neighbours, in file order."""
     pending: list[tuple[Extent, Place | None]] = []
     staged = wanted = 0
     for delivery in plan.deliveries:
@@ -173,8 +248,7 @@ def _streamed(extent: Extent, place: Place, most_bytes: int, most_gap: int) -> l
     blocks: a small one, with its neighbours, or one whose runs are not evenly spaced, or lie too far apart."""
     tensor, length, steps = extent.part.tensor, extent.runs.length, extent.runs.steps
     if not steps:
-        # Small: below an eighth of a buffer a call and a transfer of its own cost more than the bytes.
-        if extent.nbytes < most_bytes // 8:
+        if extent.nbytes < most_bytes // _SMALL:
             return []
         return [
             Stretch(tensor, extent.first + at, place.memory, place.at + at, min(most_bytes, extent.nbytes - at))

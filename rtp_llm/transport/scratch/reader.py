@@ -10,27 +10,29 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from operator import itemgetter
 from queue import SimpleQueue
 from types import TracebackType
 
+import numpy as np
 import torch
 
-from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.collector import collector_paused
-from rtp_llm.plan.boxes import extent, view
-from rtp_llm.plan.plan import Delivery, LoadPlan
-from rtp_llm.transport.interface import Memory, Moved, Place, Progress, Sink
-from rtp_llm.transport.scratch.blocks import MAX_OVERREAD, MAX_RUNS, Block, Comb, Extent, Stretch, work_of
+from rtp_llm.plan.plan import LoadPlan
+from rtp_llm.transport.interface import Moved, Place, Progress, Sink
+from rtp_llm.transport.scratch.blocks import MAX_OVERREAD, MAX_RUNS, Block, Bundle, Comb, Extent, Stretch, Work, spans_of, work_of
 from rtp_llm.transport.scratch.files import Files
+from rtp_llm.transport.scratch.spread import as_stored, cut, spread
 from rtp_llm.transport.scratch.staging import Staging
 from rtp_llm.transport.scratch.team import Team
 
 #: From this many parts on, a block goes to the device in one transfer and is spread there: a transfer for each part
 #: costs about 10 microseconds of a thread's time, as much as 400 KB on the link.
 _ONE_TRANSFER = 4
+
+#: Span of a comb below which reading all of it takes less time than the calls that leave the gaps out, 20 microseconds and more.
+_SIEVED_BYTES = 16 << 10
 
 #: Pieces after each of which the interpreter's lock is offered: readers that wait for it would get it 5 ms later.
 _FIRST = 32
@@ -90,7 +92,7 @@ class _Work:
     """
 
     def __init__(self) -> None:
-        self._pieces: SimpleQueue[Stretch | Comb | Block | None] = SimpleQueue()
+        self._pieces: SimpleQueue[Work | None] = SimpleQueue()
         self._stopped = False
 
     def __enter__(self) -> _Work:
@@ -100,7 +102,7 @@ class _Work:
         if error is not None:
             self.stop()
 
-    def fill(self, pieces: Iterator[Stretch | Comb | Block]) -> None:
+    def fill(self, pieces: Iterator[Work]) -> None:
         """Takes in everything there is to do."""
         for number, piece in enumerate(pieces):
             if self._stopped:
@@ -110,7 +112,7 @@ class _Work:
                 time.sleep(0)
         self._pieces.put(None)
 
-    def next(self) -> Stretch | Comb | Block | None:
+    def next(self) -> Work | None:
         piece = self._pieces.get()
         if piece is None or self._stopped:
             self._pieces.put(None)  # for the next one that asks
@@ -149,8 +151,10 @@ class _Reader:
                 check()
                 if isinstance(piece, Block):
                     self._block(piece, staging)
+                elif isinstance(piece, Bundle):
+                    self._bundle(piece, staging)
                 elif piece.memory.bytes is not None:
-                    self._fill(piece, piece.memory.bytes[piece.at : piece.at + piece.nbytes], {})
+                    self._fill(piece, _final(piece), {})
                 else:
                     self._send(piece, staging)
                 placed += piece.nbytes
@@ -180,6 +184,9 @@ class _Reader:
             self._files.scatter(piece.tensor, piece.start, [into[: piece.nbytes]], piece.nbytes)
             return
         length, gap = piece.length, piece.stride - piece.length
+        if piece.span <= min(_SIEVED_BYTES, len(self._scrap)):
+            self._sieve(piece, into)
+            return
         if self._files.gather(piece.tensor, piece.start, piece.stride, length, into[: piece.nbytes]):
             return
         buffers = combs.get((length, gap), [])
@@ -192,6 +199,14 @@ class _Reader:
             nbytes = runs * piece.stride - gap
             self._files.scatter(piece.tensor, piece.start + run * piece.stride, buffers[2 * run : 2 * (run + runs) - 1], nbytes)
             self._overread += (runs - 1) * gap
+
+    def _sieve(self, piece: Comb, into: memoryview) -> None:
+        """Reads all that a small comb spans, and keeps its runs."""
+        span = self._scrap[: piece.span]
+        self._files.scatter(piece.tensor, piece.start, [span], piece.span)
+        shape = (piece.count, piece.length)
+        np.frombuffer(into, np.uint8, piece.nbytes).reshape(shape)[...] = np.ndarray(shape, np.uint8, span, 0, (piece.stride, 1))
+        self._overread += piece.span - piece.nbytes
 
     def _block(self, block: Block, staging: Staging) -> None:
         final = _on_host(block)
@@ -207,20 +222,36 @@ class _Reader:
 
     def _place(self, block: Block, staged: int, staging: Staging) -> None:
         """Reads a block into ``staged`` bytes of a staging buffer, and has it placed."""
-        slot, spans, at = staging.take(staged), [], 0
-        for item in block.extents:
-            spans.append((at, item.nbytes))
-            at += item.staged
+        slot, spans = staging.take(staged), spans_of(item.nbytes for item in block.extents)
         self._read(block, [slot.bytes[at : at + nbytes] for at, nbytes in spans])
-        buffer = slot.tensor[:staged]
-        if self._device.type != "cpu" and len(spans) >= _ONE_TRANSFER:
-            buffer = buffer.to(self._device, non_blocking=True)
-        parts = list(zip(block.extents, block.places, cut(buffer, spans), strict=True))
+        parts = list(zip(block.extents, block.places, self._brought(slot.tensor[:staged], spans), strict=True))
         spread([(place, content) for _, place, content in parts if place is not None])
         others = [(item.part, as_stored(item.part, content)) for item, place, content in parts if place is None]
         if others:
             self._sink.place_all(others)
         staging.give(slot)
+
+    def _bundle(self, bundle: Bundle, staging: Staging) -> None:
+        """Reads small pieces, each to its place on the host, or one behind another into a buffer and from there to the device."""
+        if all(piece.memory.bytes is not None for piece in bundle.pieces):
+            for piece in bundle.pieces:
+                self._fill(piece, _final(piece), {})
+            return
+        spans = spans_of(piece.nbytes for piece in bundle.pieces)
+        staged = sum(spans[-1])
+        slot = staging.take(staged)
+        for piece, (at, nbytes) in zip(bundle.pieces, spans, strict=True):
+            self._fill(piece, slot.bytes[at : at + nbytes], {})
+        contents = self._brought(slot.tensor[:staged], spans)
+        spread([(Place(piece.memory, piece.at), content) for piece, content in zip(bundle.pieces, contents, strict=True)])
+        staging.give(slot)
+        self._copied += bundle.nbytes
+
+    def _brought(self, buffer: torch.Tensor, spans: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """The parts of a filled buffer; where there are many, they are on the device, by one transfer."""
+        if self._device.type != "cpu" and len(spans) >= _ONE_TRANSFER:
+            buffer = buffer.to(self._device, non_blocking=True)
+        return cut(buffer, spans)
 
     def _read(self, block: Block, places: Sequence[memoryview]) -> None:
         """Reads extents that follow each other by one call, or the runs of one extent."""
@@ -257,6 +288,12 @@ class _Reader:
             self._files.scatter(tensor, item.start + offsets[first], buffers, offsets[last - 1] + length - offsets[first])
 
 
+def _final(piece: Stretch | Comb) -> memoryview:
+    """The place of a piece on the host."""
+    assert piece.memory.bytes is not None
+    return piece.memory.bytes[piece.at : piece.at + piece.nbytes]
+
+
 def _on_host(block: Block) -> list[memoryview] | None:
     """Where all of a block's bytes belong, if they can be read right there."""
     final = []
@@ -267,37 +304,6 @@ def _on_host(block: Block) -> list[memoryview] | None:
     return final
 
 
-def cut(memory: torch.Tensor, spans: Iterable[tuple[int, int]]) -> list[torch.Tensor]:
-    """Pieces of flat ``memory`` as (first byte, bytes), in order, by one call of torch: each call gives the interpreter's lock away, and
-    waits for it behind all other readers."""
-    sizes: list[int] = []
-    wanted: list[int] = []
-    behind = 0
-    for at, nbytes in spans:
-        if at > behind:
-            sizes.append(at - behind)
-        wanted.append(len(sizes))
-        sizes.append(nbytes)
-        behind = at + nbytes
-    pieces = memory.split_with_sizes([*sizes, memory.numel() - behind])
-    return [pieces[number] for number in wanted]
-
-
-def spread(parts: Sequence[tuple[Place, torch.Tensor]]) -> None:
-    """Copies flat ``uint8`` contents to their places, all by one call of torch, and one more for each memory."""
-    within: dict[Memory, list[tuple[int, torch.Tensor]]] = {}
-    for place, content in parts:
-        within.setdefault(place.memory, []).append((place.at, content))
-    places: list[torch.Tensor] = []
-    contents: list[torch.Tensor] = []
-    for memory, pieces in within.items():
-        pieces.sort(key=itemgetter(0))
-        places += cut(memory.tensor, [(at, content.numel()) for at, content in pieces])
-        contents += [content for _, content in pieces]
-    if places:
-        torch._foreach_copy_(places, contents, non_blocking=True)
-
-
 def _groups(offsets: Sequence[int], length: int, most_gap: int) -> Iterator[tuple[int, int]]:
     """Runs that one call reads, as (first, behind the last): until a gap too wide to be read, or too many buffers."""
     first = 0
@@ -306,14 +312,3 @@ def _groups(offsets: Sequence[int], length: int, most_gap: int) -> Iterator[tupl
             yield first, run
             first = run
     yield first, len(offsets)
-
-
-def as_stored(part: Delivery, content: torch.Tensor) -> torch.Tensor:
-    """A part's bytes (``uint8``, flat) as a tensor of the stored dtype with the shape of ``part.raw_box``."""
-    tensor = part.tensor
-    name = DTYPES[tensor.dtype].torch_name
-    assert name is not None, f"{tensor.name}: the plan let {tensor.dtype} through"
-    flat = content.view(getattr(torch, name))
-    if tensor.strides is not None:
-        return view(flat.as_strided(tensor.shape, tensor.strides), part.raw_box)
-    return flat.view(extent(part.raw_box))

@@ -1,0 +1,57 @@
+"""From a buffer that holds many parts to their places, by few calls of torch.
+
+Each call of torch gives the interpreter's lock away, and waits for it behind all other readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
+
+import torch
+
+from rtp_llm.checkpoint.dtypes import DTYPES
+from rtp_llm.plan.boxes import extent, view
+from rtp_llm.plan.plan import Delivery
+from rtp_llm.transport.interface import Memory, Place
+
+
+def cut(memory: torch.Tensor, spans: Iterable[tuple[int, int]]) -> list[torch.Tensor]:
+    """Pieces of flat ``memory``, given as (first byte, bytes) in rising order, by one call of torch."""
+    sizes: list[int] = []
+    wanted: list[int] = []
+    behind = 0
+    for at, nbytes in spans:
+        if at > behind:
+            sizes.append(at - behind)
+        wanted.append(len(sizes))
+        sizes.append(nbytes)
+        behind = at + nbytes
+    pieces = memory.split_with_sizes([*sizes, memory.numel() - behind])
+    return [pieces[number] for number in wanted]
+
+
+def spread(parts: Sequence[tuple[Place, torch.Tensor]]) -> None:
+    """Copies flat ``uint8`` contents to their places, all by one call of torch, and one more for each memory."""
+    within: dict[Memory, list[tuple[int, torch.Tensor]]] = {}
+    for place, content in parts:
+        within.setdefault(place.memory, []).append((place.at, content))
+    places: list[torch.Tensor] = []
+    contents: list[torch.Tensor] = []
+    for memory, pieces in within.items():
+        pieces.sort(key=itemgetter(0))
+        places += cut(memory.tensor, [(at, content.numel()) for at, content in pieces])
+        contents += [content for _, content in pieces]
+    if places:
+        torch._foreach_copy_(places, contents, non_blocking=True)
+
+
+def as_stored(part: Delivery, content: torch.Tensor) -> torch.Tensor:
+    """A part's bytes (``uint8``, flat) as a tensor of the stored dtype with the shape of ``part.raw_box``."""
+    tensor = part.tensor
+    name = DTYPES[tensor.dtype].torch_name
+    assert name is not None, f"{tensor.name}: the plan let {tensor.dtype} through"
+    flat = content.view(getattr(torch, name))
+    if tensor.strides is not None:
+        return view(flat.as_strided(tensor.shape, tensor.strides), part.raw_box)
+    return flat.view(extent(part.raw_box))
