@@ -7,12 +7,9 @@ fresh interpreter takes three times as long as all that it does.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,20 +45,12 @@ def fresh(command: str, path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run() -> Run:
     """In a fork."""
     server = ForkServer(["rtp_llm.cli.app", "rich.table"])
-    files = [tmp_path_factory.mktemp("output") / name for name in ("out", "err")]
 
     def forked(command: str, path: Path) -> dict[str, Any]:
-        for file in files:
-            file.write_bytes(b"")
-        fork = server.start(["-m", "rtp_llm.cli", command, str(path)], child_env(), *files)
-        timer = threading.Timer(HANG_SECONDS, os.killpg, (fork.pid, signal.SIGKILL))
-        timer.start()
-        ended = fork.ended()
-        timer.cancel()
-        out, err = (file.read_text(errors="replace") for file in files)
+        ended, out, err = server.run(["-m", "rtp_llm.cli", command, str(path)], HANG_SECONDS)
         return {"code": ended.code, "out": out, "err": err, "seconds": ended.seconds, "mib": ended.mib}
 
     return forked

@@ -16,6 +16,8 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +80,20 @@ class ForkServer:
         assert dash_m == "-m", command
         (pid,) = self.ask("start", module, arguments, dict(environ), str(out), str(err))
         return Fork(pid, self)
+
+    def run(self, command: Sequence[str], timeout: float) -> tuple[Ended, str, str]:
+        """Runs it to its end, or kills it after ``timeout`` seconds; returns also its stdout and stderr."""
+        with tempfile.TemporaryDirectory(prefix="fork-") as folder:
+            files = [Path(folder, name) for name in ("out", "err")]
+            for file in files:
+                file.touch()
+            fork = self.start(command, child_env(), *files)
+            timer = threading.Timer(timeout, os.killpg, (fork.pid, signal.SIGKILL))
+            timer.start()
+            ended = fork.ended()
+            timer.cancel()
+            out, err = (file.read_text(errors="replace") for file in files)
+            return ended, out, err
 
     def ask(self, *request: object) -> list[Any]:
         assert self._server.stdin is not None and self._server.stdout is not None

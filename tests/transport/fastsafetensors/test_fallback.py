@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.paths import child_env
+from tests.support.fork_server import ForkServer
 from tests.support.ranks import run_ranks
 from tests.support.tiny import save_tiny_llama
 from tests.transport.fastsafetensors import wheels, workers
@@ -22,21 +21,24 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("fallback") / "llama", shard="20KB")
 
 
+#: Loads begin where torch is imported, and fastsafetensors is not.
+_loads = cache(lambda: ForkServer(["rtp_llm.loader"]))
+
+
 def loaded(directory: Path, *wheel: Path, **settings: Any) -> dict[str, Any]:
-    """A load in a fresh interpreter, with a package in front of the path: its report, its log, what was alive."""
+    """A load in a process of its own, with a package in front of the path: its report, its log, what was alive."""
     return loaded_all({"": (directory, wheel[0] if wheel else None, settings)})[""]
 
 
 def loaded_all(cases: Mapping[str, tuple[Path, Path | None, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Loads one after another in one fresh interpreter, which forgets each package before the next."""
+    """Loads one after another in one process, which forgets each package before the next."""
     asked = {
         name: [str(directory), None if wheel is None else str(wheel), settings] for name, (directory, wheel, settings) in cases.items()
     }
-    command = [sys.executable, "-m", "tests.transport.fastsafetensors.workers", json.dumps(asked)]
-    done = subprocess.run(command, env=child_env(), cwd="/", capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 1, f"something else is on stdout: {done.stdout[:1000]}"
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    ended, out, err = _loads().run(["-m", "tests.transport.fastsafetensors.workers", json.dumps(asked)], 180)
+    assert ended.code == 0, err
+    assert len(out.splitlines()) == 1, f"something else is on stdout: {out[:1000]}"
+    found: dict[str, dict[str, Any]] = json.loads(out)
     return found
 
 
