@@ -1,4 +1,4 @@
-"""The only place where parameters are allocated and written."""
+"""The only place where parameters are allocated, and where it is said what is written to them."""
 
 from __future__ import annotations
 
@@ -75,17 +75,15 @@ def _memory(spec: ParamSpec, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Flat:
-    """A contiguous parameter: what bytes are found by, which takes torch longer to tell than to compute with."""
+    """A contiguous parameter and the bits of an element, kept since asking torch takes longer than computing places."""
 
     memory: Memory
     shape: Shape
-    dtype: str
     bits: int
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> _Flat:
-        name = str(parameter.dtype).removeprefix("torch.")
-        return cls(Memory.of(parameter), tuple(parameter.shape), name, 8 * parameter.dtype.itemsize)
+        return cls(Memory.of(parameter), tuple(parameter.shape), 8 * parameter.dtype.itemsize)
 
 
 class Placement:
@@ -93,7 +91,9 @@ class Placement:
 
     def __init__(self, params: dict[str, nn.Parameter]) -> None:
         self._memory = {name: parameter.data for name, parameter in params.items()}
-        self._flat = {name: _Flat.of(memory) for name, memory in self._memory.items() if memory.is_contiguous()}
+        self._direct = {name: str(memory.dtype).removeprefix("torch.") for name, memory in self._memory.items() if memory.is_contiguous()}
+        # On first use: torch never resizes memory again that has been seen as bytes, which not every load asks for.
+        self._flat: dict[str, _Flat] = {}
 
     def direct(self, part: Delivery) -> Place | None:
         """The memory of the only target, where the file's bytes are its bytes: contiguous, same dtype, and no op that
@@ -101,11 +101,13 @@ class Placement:
         if len(part.targets) != 1 or not part.passes or not part.verbatim:
             return None
         (target,) = part.targets
-        flat = self._flat.get(target.param)
-        if flat is None or flat.dtype != part.stored_dtype:
+        if self._direct.get(target.param) != part.stored_dtype:
             return None
+        flat = self._flat.get(target.param)
+        if flat is None:
+            flat = self._flat[target.param] = _Flat.of(self._memory[target.param])
         runs = byte_runs(flat.shape, target.box, flat.bits)
-        return None if runs.steps else Place(flat.memory, runs.first)
+        return None if runs.steps else Place(flat.memory, runs.first, runs.length)
 
     def place(self, part: Delivery, content: torch.Tensor) -> None:
         """Writes ``content`` (the raw box, in the stored dtype) to all targets; see :meth:`place_all`."""

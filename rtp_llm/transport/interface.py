@@ -27,15 +27,16 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """``memory`` from byte ``at`` on.  Numbers, not a tensor: cutting a tensor out of another one takes a reader, and all that wait
+    """``memory[at : at + nbytes]``.  Numbers, not a tensor: cutting a tensor out of another one takes a reader, and all that wait
     for the interpreter's lock, longer than a small tensor is on the link."""
 
     memory: Memory
     at: int
+    nbytes: int
 
 
 class Sink(Protocol):
-    """Where bytes go.  Called from several threads, for disjoint places; it alone writes parameters."""
+    """Where bytes go.  Called from several threads, for disjoint places; it alone says where parameters are written."""
 
     def direct(self, part: Delivery) -> Place | None:
         """Where the bytes of ``part`` belong end to end as they stand in the file; None where they have to go through :meth:`place`.

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rtp_llm.plan.boxes import Box, view
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.transport.interface import Memory, Place
+from rtp_llm.transport.scratch import reader
 from rtp_llm.transport.scratch.blocks import MAX_BUNDLE, MAX_RUNS, Block, Bundle, Comb, Stretch, Work, spans_of, work_of
 from rtp_llm.transport.scratch.files import Files
 from rtp_llm.transport.scratch.spread import spread
@@ -160,7 +161,7 @@ def test_parts_are_spread_by_few_calls() -> None:
     memories, wanted = [Memory.of(a), Memory.of(b)], [bytearray(100), bytearray(96)]
     parts = []
     for index, (memory, at, nbytes) in enumerate([(0, 40, 7), (1, 16, 16), (0, 0, 8), (1, 32, 1), (0, 8, 2), (1, 0, 0), (0, 99, 1)]):
-        parts.append((Place(memories[memory], at), torch.full((nbytes,), index + 1, dtype=torch.uint8)))
+        parts.append((Place(memories[memory], at, nbytes), torch.full((nbytes,), index + 1, dtype=torch.uint8)))
         wanted[memory][at : at + nbytes] = bytes([index + 1] * nbytes)
     with Counted() as counted:
         spread(parts)
@@ -180,7 +181,29 @@ class Device(Collect):
         self._all = Memory(flat.view(torch.uint8), None)
 
     def direct(self, part: Delivery) -> Place | None:
-        return Place(self._all, 4 * view(self.memory[part.targets[0].param], part.targets[0].box).storage_offset())
+        place = view(self.memory[part.targets[0].param], part.targets[0].box)
+        return Place(self._all, 4 * place.storage_offset(), 4 * place.numel())
+
+    def place_all(self, items: Sequence[tuple[Delivery, torch.Tensor]]) -> None:
+        raise AssertionError("all of it has a place")
+
+
+def test_a_block_is_spread_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small neighbours for a device: none goes through the sink, and all of a block by one call of :func:`spread`."""
+    tensors = {f"t{i:03}": torch.randn(1 + i % 9, 3) for i in range(400)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    plan = plan_for(tmp_path, whole(tensors))
+    spreads: list[int] = []
+
+    def counted(parts: Sequence[tuple[Place, torch.Tensor]]) -> None:
+        spreads.append(len(parts))
+        spread(parts)
+
+    monkeypatch.setattr(reader, "spread", counted)
+    sink = Device(plan, direct=True)
+    deliver(plan, tmp_path, sink, MIB, threads=1)
+    assert spreads == [400]
+    assert all(torch.equal(sink.memory[name], tensor) for name, tensor in tensors.items())
 
 
 def scaled(folder: Path, experts: int) -> dict[str, torch.Tensor]:

@@ -38,7 +38,7 @@ class Collect:
         place = view(self.memory[part.targets[0].param], part.targets[0].box)
         if not self._direct or not part.verbatim or not part.passes or not place.is_contiguous():
             return None
-        return Place(Memory.of(place), 0)
+        return Place(Memory.of(place), 0, place.numel() * place.itemsize)
 
     def stop(self) -> None:
         """Nobody waits here."""

@@ -200,6 +200,7 @@ def _pieces(plan: LoadPlan, direct: Callable[[Delivery], Place | None], room: in
         extent, place = extent_of(delivery), direct(delivery)
         if not extent.runs.length:
             continue  # the box of a rank whose share is empty, or an empty tensor: nothing to read or to write
+        assert place is None or place.nbytes == extent.nbytes, f"{delivery.slot}: {extent.nbytes} bytes for {place.nbytes}"
         stream = [] if place is None else _streamed(extent, place, room, most_gap)
         if stream:
             if pending:

@@ -243,7 +243,7 @@ class _Reader:
         for piece, (at, nbytes) in zip(bundle.pieces, spans, strict=True):
             self._fill(piece, slot.bytes[at : at + nbytes], {})
         contents = self._brought(slot.tensor[:staged], spans)
-        spread([(Place(piece.memory, piece.at), content) for piece, content in zip(bundle.pieces, contents, strict=True)])
+        spread([(Place(piece.memory, piece.at, piece.nbytes), content) for piece, content in zip(bundle.pieces, contents, strict=True)])
         staging.give(slot)
         self._copied += bundle.nbytes
 
