@@ -57,7 +57,7 @@ lock: ## locks and all else that follows from the platform table; make lock PLAT
 pytest: models ## the CPU suite without Bazel, the quick loop; make pytest ARGS="-k name tests/plan" for less
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
-bench: setup ## the CPU benchmarks, small sizes; ARGS= for the sizes of the tables in benchmark/
+bench: models ## the CPU benchmarks, small sizes; ARGS= for the sizes of the tables in benchmark/
 	@set -e; for script in benchmark/*.py; do [ -e "$$script" ] || continue; echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done
 bench: ARGS ?= --quick
 
