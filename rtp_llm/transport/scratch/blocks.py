@@ -78,7 +78,7 @@ class Comb:
 @dataclass(frozen=True, slots=True)
 class Bundle:
     """Small pieces of one file that lie too far apart to be read by one call (an expert's scales, between its weights), and that
-    share a staging buffer and a transfer."""
+    share a staging buffer and the call that brings them to a device."""
 
     pieces: tuple[Stretch | Comb, ...]
 

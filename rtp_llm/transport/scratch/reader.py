@@ -224,7 +224,10 @@ class _Reader:
         """Reads a block into ``staged`` bytes of a staging buffer, and has it placed."""
         slot, spans = staging.take(staged), spans_of(item.nbytes for item in block.extents)
         self._read(block, [slot.bytes[at : at + nbytes] for at, nbytes in spans])
-        parts = list(zip(block.extents, block.places, self._brought(slot.tensor[:staged], spans), strict=True))
+        buffer = slot.tensor[:staged]
+        if self._device.type != "cpu" and len(spans) >= _ONE_TRANSFER:
+            buffer = buffer.to(self._device, non_blocking=True)
+        parts = list(zip(block.extents, block.places, cut(buffer, spans), strict=True))
         spread([(place, content) for _, place, content in parts if place is not None])
         others = [(item.part, as_stored(item.part, content)) for item, place, content in parts if place is None]
         if others:
@@ -242,16 +245,11 @@ class _Reader:
         slot = staging.take(staged)
         for piece, (at, nbytes) in zip(bundle.pieces, spans, strict=True):
             self._fill(piece, slot.bytes[at : at + nbytes], {})
-        contents = self._brought(slot.tensor[:staged], spans)
+        # A transfer for each, but one call for all, and no memory of the device: what lies between large tensors is seldom much.
+        contents = cut(slot.tensor[:staged], spans)
         spread([(Place(piece.memory, piece.at, piece.nbytes), content) for piece, content in zip(bundle.pieces, contents, strict=True)])
         staging.give(slot)
         self._copied += bundle.nbytes
-
-    def _brought(self, buffer: torch.Tensor, spans: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """The parts of a filled buffer; where there are many, they are on the device, by one transfer."""
-        if self._device.type != "cpu" and len(spans) >= _ONE_TRANSFER:
-            buffer = buffer.to(self._device, non_blocking=True)
-        return cut(buffer, spans)
 
     def _read(self, block: Block, places: Sequence[memoryview]) -> None:
         """Reads extents that follow each other by one call, or the runs of one extent."""
