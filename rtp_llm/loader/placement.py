@@ -91,7 +91,7 @@ class Placement:
 
     def __init__(self, params: dict[str, nn.Parameter]) -> None:
         self._memory = {name: parameter.data for name, parameter in params.items()}
-        self._direct = {name: str(memory.dtype).removeprefix("torch.") for name, memory in self._memory.items() if memory.is_contiguous()}
+        self._dtypes = {name: str(memory.dtype).removeprefix("torch.") for name, memory in self._memory.items() if memory.is_contiguous()}
         # On first use: torch never resizes memory again that has been seen as bytes, which not every load asks for.
         self._flat: dict[str, _Flat] = {}
 
@@ -101,7 +101,7 @@ class Placement:
         if len(part.targets) != 1 or not part.passes or not part.verbatim:
             return None
         (target,) = part.targets
-        if self._direct.get(target.param) != part.stored_dtype:
+        if self._dtypes.get(target.param) != part.stored_dtype:
             return None
         flat = self._flat.get(target.param)
         if flat is None:

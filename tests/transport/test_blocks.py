@@ -221,12 +221,12 @@ def scaled(folder: Path, experts: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("sink_of", [Collect, Device])
 def test_small_pieces_far_apart_share_a_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box: Box, sink_of: type[Collect]) -> None:
     """A rank's rows or columns of scales between weights: for a device they are staged, and transferred, up to 32 at a time, though each
-    is read by a call of its own; on the host they go right to their places.  Bundles are of one file, and what is large is alone."""
+    is read by a call of its own; on the host they go right to their places.  Bundles are of one file, and weights that fill the buffer neither join nor part them."""
     tensors = scaled(tmp_path, 50)
     boxes = {name: box if name.endswith("scale") else ((0, 64), (0, 128)) for name in tensors}
     plan = plan_for(tmp_path, boxes)
     sink = sink_of(plan, direct=True)
-    work = list(work_of(plan, sink.direct, MIB // 8, MIB))
+    work = list(work_of(plan, sink.direct, MIB // 32, MIB))
     bundles = [piece for piece in work if isinstance(piece, Bundle)]
     assert [len(bundle.pieces) for bundle in bundles] == [MAX_BUNDLE, 50 - MAX_BUNDLE] * 2
     assert all(len({piece.file for piece in bundle.pieces}) == 1 for bundle in bundles)
@@ -234,7 +234,7 @@ def test_small_pieces_far_apart_share_a_buffer(tmp_path: Path, monkeypatch: pyte
     taken: list[int] = []
     take = Staging.take
     monkeypatch.setattr(Staging, "take", lambda self, nbytes: taken.append(nbytes) or take(self, nbytes))
-    deliver(plan, tmp_path, sink, MIB // 8)
+    deliver(plan, tmp_path, sink, MIB // 32)
     assert all(torch.equal(sink.memory[name], view(tensor, boxes[name])) for name, tensor in tensors.items())
     assert len(taken) == (0 if sink_of is Collect else len(work))
 
