@@ -46,7 +46,7 @@ def measure(directory: str, method: str) -> dict[str, Any]:
         "finish_s": report.phases["finish"],
         "bytes_read": report.bytes_read,
         "resident": report.plan.bytes_resident,
-        "predicted_peak": report.plan.predicted_peak_bytes,
+        "predicted_peak": report.budget.peak,
         "measured_peak": report.measured_peak_bytes,
         # What torch has taken from the device, blocks that its allocator keeps included.
         "reserved_peak": torch.cuda.max_memory_reserved() - before if device == "cuda" else None,

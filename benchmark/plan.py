@@ -67,7 +67,7 @@ def measure(directory: str, tp: int, ep: int) -> dict[str, float]:
         plan = build_plan(directory, ParallelConfig(tp, tp - 1, ep, ep - 1), LoadConfig(device="cpu"))
         took = _since(start)
         plan.raise_for_problems()
-        tensors, nbytes = len(plan.tensors), plan.bytes_read
+        tensors, nbytes = len(plan.catalog.tensors), plan.bytes_read
     else:
         start = _clocks()
         catalog = read_catalog(directory)

@@ -90,7 +90,7 @@ def of_model(model: nn.Module, plan: LoadPlan) -> Contents:
 
 def of_tensors(get: Callable[[str], torch.Tensor | None], plan: LoadPlan) -> Contents:
     """What the tensors of a checkpoint, by name and in the shapes of its files, hold of each place."""
-    dtypes = {p.name: getattr(torch, p.dtype) for p in plan.params}
+    dtypes = {p.name: getattr(torch, p.dtype) for p in plan.model.params}
 
     def content(delivery: Delivery, target: Target) -> torch.Tensor | None:
         raw = get(delivery.tensor.name)

@@ -26,7 +26,7 @@ from rtp_llm.checkpoint import Catalog
 from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.config import LoadConfig, ParallelConfig
 from rtp_llm.loader import build_plan, load_model
-from rtp_llm.loader.draft import readers
+from rtp_llm.loader.context import reader_limits
 from rtp_llm.plan.plan import LoadPlan
 
 
@@ -115,12 +115,12 @@ def _ours(job: Job, method: str) -> Outcome:
     report = loaded.report
     if report.effective_mode != method:
         raise Unavailable(f"falls back to {report.effective_mode}: {report.degraded_reason}")
-    threads = readers(load, job.device.type) if method == "scratch" else load.reader_threads or None
+    threads = reader_limits(load, job.device.type).threads if method == "scratch" else load.reader_threads or None
     facts = {
         "phases": dict(report.phases),
         "slow_path_weights": report.slow_path_weights,
         "bytes_copied": report.bytes_copied,
-        "bytes_staging": loaded.plan.bytes_staging,
+        "bytes_staging": report.budget.staging,
     }
     return Outcome(loaded, lambda plan: of_model(loaded.model, plan), report.bytes_read, threads, loaded.plan, facts)
 

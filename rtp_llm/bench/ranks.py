@@ -127,7 +127,7 @@ def run(directory: str, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         "phases": dict(report.phases),
         "bytes_placed": report.bytes_placed,
         "bytes_read": report.bytes_read,
-        "extra_bytes": None if peak is None else peak - report.plan.bytes_resident,
+        "extra_bytes": None if peak is None else peak - report.budget.resident,
     }
 
 

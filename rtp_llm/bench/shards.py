@@ -24,11 +24,11 @@ from rtp_llm.bench.contenders import BY_NAME
 from rtp_llm.bench.measure import environment
 from rtp_llm.bench.ranks import run_commands
 from rtp_llm.config import LoadConfig, ParallelConfig
-from rtp_llm.loader.choose import scratch
+from rtp_llm.loader.budget.transport import scratch
+from rtp_llm.loader.context import planning_context
 from rtp_llm.loader.device import resolve_device
-from rtp_llm.loader.draft import draft
-from rtp_llm.loader.placement import Placement, allocate
-from rtp_llm.parallel.groups import groups_at
+from rtp_llm.loader.fill.placement import Placement, allocate
+from rtp_llm.loader.prepare import prepare
 from rtp_llm.parallel.world import join_world
 from rtp_llm.plan.plan import Delivery
 from rtp_llm.transport.interface import Moved, Quiet
@@ -70,21 +70,22 @@ def measured(checkpoint: str, tp_size: int, device: str, turns: int) -> dict[str
 def one_rank(checkpoint: str, parallel: ParallelConfig, device: torch.device, turns: int) -> dict[str, dict[str, Any]]:
     """By kind a rank's ``bytes``, ``bytes_read`` and ``seconds`` of each turn; a first one, which warms up, is left out."""
     load = LoadConfig.from_environment(os.environ)
-    drafted = draft(checkpoint, parallel, load, groups_at(parallel), device.type)
+    context = planning_context(checkpoint, parallel, load, device)
+    prepared = prepare(context)
     of_kind = {}
     for kind in KINDS:
-        parts = tuple(part for part in drafted.plan.deliveries if kind_of(part) == kind)
-        times = -(-drafted.catalog.total_bytes // max(1, sum(part.nbytes for part in parts)))
-        of_kind[kind] = replace(drafted.plan, deliveries=parts * (1 if device.type == "cpu" else times))
+        parts = tuple(part for part in prepared.plan.deliveries if kind_of(part) == kind)
+        times = -(-prepared.catalog.total_bytes // max(1, sum(part.nbytes for part in parts)))
+        of_kind[kind] = replace(prepared.plan, deliveries=parts * (1 if device.type == "cpu" else times))
     found: dict[str, dict[str, Any]] = {kind: {"seconds": []} for kind in KINDS}
     world = join_world(os.environ, device.type, load.timeout_s)
     with world.watch() as watch:
         for turn in range(turns + 1):
             for kind, plan in of_kind.items():
-                sink = _Sink(allocate(drafted.model, drafted.plan, device))
+                sink = _Sink(allocate(prepared.model, prepared.plan, device))
                 watch.exchange(b"ready")
                 start = time.perf_counter()
-                moved: Moved = scratch(drafted, device, load).deliver(plan, sink, Quiet(), watch.check)
+                moved: Moved = scratch(context, prepared).deliver(plan, sink, Quiet(), watch.check)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 seconds = time.perf_counter() - start

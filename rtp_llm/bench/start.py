@@ -16,13 +16,13 @@ from collections.abc import Sequence
 import torch
 
 from rtp_llm.checkpoint import read_config
-from rtp_llm.config import LoadConfig, ParallelConfig
-from rtp_llm.loader.choose import reader_team
+from rtp_llm.config import LoadConfig
+from rtp_llm.loader.budget import reader_pool
+from rtp_llm.loader.context import planning_context
 from rtp_llm.loader.device import resolve_device
-from rtp_llm.loader.draft import draft
-from rtp_llm.loader.placement import allocate
+from rtp_llm.loader.fill.placement import allocate
+from rtp_llm.loader.prepare import prepare
 from rtp_llm.models.registry import resolve
-from rtp_llm.parallel.groups import groups_at
 from rtp_llm.transport.interface import Moved
 
 
@@ -34,17 +34,17 @@ def run(checkpoint: str, device: torch.device, load: LoadConfig) -> dict[str, fl
         torch.cuda.synchronize(device)
     resolve(read_config(checkpoint)["architectures"]).load()
     found: dict[str, float] = {}
-    parallel = ParallelConfig()
     start = time.perf_counter()
-    drafted = draft(checkpoint, parallel, load, groups_at(parallel), device.type)
+    context = planning_context(checkpoint, None, load, device)
+    prepared = prepare(context)
     found["plan"] = time.perf_counter() - start
     start = time.perf_counter()
-    with reader_team(device, load) as team:
+    with reader_pool(context) as team:
         if team is not None:
             team.work(lambda staging: Moved(0, 0, 0, 0))
     found["team"] = time.perf_counter() - start
     start = time.perf_counter()
-    allocate(drafted.model, drafted.plan, device)
+    allocate(prepared.model, prepared.plan, device)
     found["allocate"] = time.perf_counter() - start
     return found
 

@@ -30,8 +30,8 @@ from rtp_llm.bench.recorder import KernelCounters, Recorder, events_json
 from rtp_llm.checkpoint import read_catalog, read_config
 from rtp_llm.config import LoadConfig, ParallelConfig
 from rtp_llm.errors import RtpLlmError
+from rtp_llm.loader.budget.memory import PeakMeter
 from rtp_llm.loader.device import resolve_device
-from rtp_llm.loader.memory import PeakMeter
 from rtp_llm.models.registry import resolve
 
 

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rtp_llm.loader.context import LoadContext
+from rtp_llm.loader.fill import Filled
 from rtp_llm.loader.kernels import KernelReport
+from rtp_llm.plan.budget import Budget
 from rtp_llm.plan.plan import LoadPlan
 from rtp_llm.plan.views import plan_json
 
@@ -17,6 +20,7 @@ class LoadReport:
     model; ``phases`` splits it.  ``measured_peak_bytes`` is None where the system does not tell."""
 
     plan: LoadPlan
+    budget: Budget
     device: str
     load_method: str
     requested_mode: str
@@ -34,6 +38,31 @@ class LoadReport:
     kernels: KernelReport
     verified: int | None = None
 
+    @classmethod
+    def of(cls, context: LoadContext, plan: LoadPlan, filled: Filled, *, kernels: KernelReport, verified: int | None) -> LoadReport:
+        """The report of a load that has ended well."""
+        selected, moved, settings = filled.selected, filled.moved, context.settings
+        return cls(
+            plan=plan,
+            budget=selected.budget,
+            device=str(context.device),
+            load_method=selected.decision.method,
+            requested_mode=settings.load_method,
+            effective_mode=selected.decision.method,
+            degraded_reason=selected.decision.degraded_reason,
+            reasons=selected.decision.reasons,
+            tier=None if selected.tier is None else selected.tier.name.lower(),
+            stacked_moe_mode=settings.stacked_moe_mode,
+            bytes_read=moved.bytes_read,
+            bytes_copied=moved.bytes_copied,
+            bytes_placed=moved.bytes_placed,
+            slow_path_weights=moved.slow_path,
+            measured_peak_bytes=filled.peak_bytes,
+            phases=context.clock.seconds,
+            kernels=kernels,
+            verified=verified,
+        )
+
     @property
     def seconds(self) -> float:
         return sum(self.phases.values())
@@ -45,7 +74,7 @@ class LoadReport:
 
     def to_json(self) -> dict[str, Any]:
         """The plan's fields (see :func:`plan_json`) and the load's."""
-        return plan_json(self.plan) | {
+        return plan_json(self.plan, self.budget) | {
             "device": self.device,
             "load_method": self.load_method,
             "requested_mode": self.requested_mode,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 from rtp_llm.config import LoadConfig, ParallelConfig
+from rtp_llm.loader.context import planning_context
 from rtp_llm.loader.device import resolve_device
-from rtp_llm.loader.draft import draft
 from rtp_llm.loader.kernels import KernelReport, KernelSetup, plan_kernels
-from rtp_llm.parallel.groups import groups_at
+from rtp_llm.loader.prepare import prepare
 
 
 def warm_up(path: str | os.PathLike[str], parallel: ParallelConfig | None = None, load: LoadConfig | None = None) -> KernelReport:
@@ -21,11 +19,11 @@ def warm_up(path: str | os.PathLike[str], parallel: ParallelConfig | None = None
 
     Raises:
         KernelError: kernels that were asked for and cannot be had, or cannot be compiled.
-        RtpLlmError: as for :func:`rtp_llm.loader.draft.draft`.
+        RtpLlmError: as for :func:`rtp_llm.loader.prepare.prepare`.
     """
-    parallel, load = parallel or ParallelConfig(), load or LoadConfig.from_environment(os.environ)
-    device = resolve_device(load.device, 0)
-    drafted = draft(path, parallel, load, groups_at(parallel), device.type)
-    drafted.plan.raise_for_problems()
-    setup = KernelSetup(plan_kernels(drafted.model, getattr(torch, drafted.dtype), load.kernels, device), speaks=True)
-    return setup.bind(drafted.model, [setup.wait(lambda: None, must=True)])
+    load = load or LoadConfig.from_environment(os.environ)
+    context = planning_context(path, parallel, load, resolve_device(load.device, 0))
+    prepared = prepare(context)
+    prepared.plan.raise_for_problems()
+    setup = KernelSetup(plan_kernels(prepared.model, prepared.dtype, load.kernels, context.device), speaks=True)
+    return setup.bind(prepared.model, [setup.wait(lambda: None, must=True)])

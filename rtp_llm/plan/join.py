@@ -9,7 +9,6 @@ from math import prod
 
 from rtp_llm.checkpoint.catalog import Catalog, TensorInfo
 from rtp_llm.checkpoint.dtypes import DTYPES, DTYPES_BY_TORCH_NAME
-from rtp_llm.config.parallel import ParallelConfig
 from rtp_llm.errors import Problem
 from rtp_llm.plan.boxes import Box, Shape, extent, whole
 from rtp_llm.plan.coverage import tiles
@@ -18,8 +17,8 @@ from rtp_llm.plan.expert_check import Contradicted, contradictions, proposed_nam
 from rtp_llm.plan.faults import PlanFault
 from rtp_llm.plan.making import Made, Maker, Product, Stage
 from rtp_llm.plan.ops import Source
-from rtp_llm.plan.pieces import ExpertSlots, Fill, ParamSpec
-from rtp_llm.plan.plan import Delivery, LoadPlan, Quantization, Skipped, Target, agreement_lines, compatible, digest, transient_bytes
+from rtp_llm.plan.pieces import Fill
+from rtp_llm.plan.plan import Delivery, LoadPlan, ModelSide, Skipped, Target, agreement_lines, compatible, digest
 from rtp_llm.plan.rules import Mapping, Misfit, template
 
 #: What is made of a slot is made of its stored values, whichever floating-point type they have.
@@ -91,40 +90,19 @@ def _doubled(tensor: TensorInfo, slot: str, other: str) -> Problem:
     )
 
 
-def join(
-    catalog: Catalog,
-    mapping: Mapping,
-    params: Iterable[ParamSpec],
-    *,
-    architecture: str,
-    family: str,
-    parallel: ParallelConfig,
-    dtype: str,
-    bytes_staging: int,
-    experts: tuple[ExpertSlots, ...] = (),
-    quantization: Quantization | None = None,
-    bytes_finish: int = 0,
-) -> LoadPlan:
-    """Joins a catalogue with one rank's parameters.
-
-    Args:
-        catalog: a catalogue without problems.
-        mapping: the family's rules and skips.
-        params: the rank's parameters; their tiles must fill each exactly once (asserted: a layer's mistake).
-        architecture, family, parallel, dtype: what the digest and the report name; ``dtype`` is torch's name.
-        bytes_staging: what the transport's buffers take beside the parameters.
-        experts: the experts of every layer, on all ranks.
-        quantization: what is quantised, and why; its label must be the same on all ranks.
-        bytes_finish: the most that finishing one layer after the load takes.
+def join(catalog: Catalog, mapping: Mapping, model: ModelSide) -> LoadPlan:
+    """Joins a catalogue without problems with one rank's model, by the rules and skips of the family's mapping.
 
     Returns:
         A plan; with ``problems`` where the two sides do not fit (all of them at once), which must not be carried out.
+
+    Raises:
+        PlanError: parameters whose tiles do not fill them exactly once: a mistake in a layer, not in the checkpoint.
     """
-    params = tuple(params)
     tensors = {t.name: t for t in catalog.tensors}
     found = provide(mapping, catalog.tensors)
-    wrong = contradictions(experts, found.slots, found.misfits, tensors)
-    needs, wants, fills, stages, problems = _needs(params, experts, found.slots, tensors, wrong)
+    wrong = contradictions(model.experts, found.slots, found.misfits, tensors)
+    needs, wants, fills, stages, problems = _needs(model, found.slots, tensors, wrong)
 
     unused = {source.raw for slot, source in found.slots.items() if slot not in needs and not wrong.concern(slot)}
     unexpected = tuple(sorted([*found.unexpected, *unused]))
@@ -149,13 +127,11 @@ def join(
         )
     )
     model_digest = slots_digest(needs)
-    lines = agreement_lines(architecture, parallel, dtype, catalog.tensors, found.slots, experts, model_digest, quantization)
     return LoadPlan(
-        architecture=architecture,
-        family=family,
-        parallel=parallel,
-        dtype=dtype,
-        params=params,
+        model=model,
+        catalog=catalog,
+        mapping=mapping,
+        slots=found.slots,
         deliveries=deliveries,
         fills=tuple(fills),
         stages=stages,
@@ -163,20 +139,17 @@ def join(
         missing=tuple(sorted((names or (slot,))[0] for slot, names in absent.items())),
         unexpected=unexpected,
         problems=tuple(sorted(problems, key=Problem.sort_key)),
-        notes=catalog.notes,
-        files=catalog.files,
-        tensors=catalog.tensors,
-        slots=found.slots,
-        experts=experts,
-        mapping=mapping,
-        quantization=quantization,
         bytes_read=sum(d.nbytes for d in deliveries),
-        bytes_resident=sum(prod(p.shape) * DTYPES_BY_TORCH_NAME[p.dtype].bits * DTYPES_BY_TORCH_NAME[p.dtype].packed // 8 for p in params),
-        bytes_staging=bytes_staging,
-        bytes_transient=max(transient_bytes(deliveries), bytes_finish),
+        bytes_resident=sum(prod(p.shape) * stored_bits(p.dtype) // 8 for p in model.params),
         model_digest=model_digest,
-        digest=digest(lines),
+        digest=digest(agreement_lines(model, catalog.tensors, found.slots, model_digest)),
     )
+
+
+def stored_bits(dtype: str) -> int:
+    """Bits that an element of torch's ``dtype`` takes in memory; packed types hold several numbers in an element."""
+    known = DTYPES_BY_TORCH_NAME[dtype]
+    return known.bits * known.packed
 
 
 def slots_digest(needs: dict[str, Shape]) -> str:
@@ -185,8 +158,7 @@ def slots_digest(needs: dict[str, Shape]) -> str:
 
 
 def _needs(
-    params: tuple[ParamSpec, ...],
-    experts: tuple[ExpertSlots, ...],
+    model: ModelSide,
     slots: dict[str, Source],
     tensors: dict[str, TensorInfo],
     wrong: Contradicted,
@@ -211,7 +183,7 @@ def _needs(
             problems[fault, slot] = _describe(fault, slot, shape, dtype, source, tensor)
         return fault is None
 
-    for param in params:
+    for param in model.params:
         assert tiles(param.shape, [t.local_box for t in param.tiles]), f"{param.name}: tiles do not fill {param.shape} exactly once"
         for tile in param.tiles:
             if isinstance(tile, Fill):
@@ -231,7 +203,7 @@ def _needs(
             assert needs.setdefault(tile.slot, tile.slot_shape) == tile.slot_shape, f"{tile.slot}: layers expect different shapes"
             if fits(tile.slot, tile.slot_shape, param.dtype, param.exact):
                 wants[tile.slot, tile.slot_box].append(Target(param.name, tile.local_box))
-    for layer in experts:
+    for layer in model.experts:
         for slot, shape, dtype in layer.slots():
             if slot not in needs:
                 needs[slot] = shape

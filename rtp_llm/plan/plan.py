@@ -1,14 +1,14 @@
-"""The plan: what is read, where it goes, what it costs.  Frozen; every other view (JSON, text, preflight) derives from it."""
+"""The plan: what is read, and where it goes.  Frozen; every other view (JSON, text, budget) derives from it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import prod
 
-from rtp_llm.checkpoint.catalog import FileInfo, TensorInfo
+from rtp_llm.checkpoint.catalog import Catalog, TensorInfo
 from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.config.parallel import ParallelConfig
 from rtp_llm.errors import PlanError, Problem
@@ -128,14 +128,10 @@ class Quantization:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """One rank's load.
+class ModelSide:
+    """What one rank's model asks of a checkpoint.
 
-    ``digest`` is the part on which all ranks must agree (files, tensors, mapping, sizes, dtype; no path, no rank);
-    ``bytes_read`` is what the deliveries take from storage; ``predicted_peak_bytes`` counts this rank's parameters, the transport's
-    staging buffers, the largest tensor that has to be read whole, and what parameters are made of while it is on its way.
-    ``experts`` is empty for a model without experts; ``missing``, ``unexpected`` and ``problems`` are empty in a plan that may be
-    carried out.
+    ``dtype`` is torch's name; ``params`` are this rank's; ``experts`` those of every layer on all ranks, empty for a model without.
     """
 
     architecture: str
@@ -143,6 +139,28 @@ class LoadPlan:
     parallel: ParallelConfig
     dtype: str
     params: tuple[ParamSpec, ...]
+    experts: tuple[ExpertSlots, ...] = field(default=(), repr=False)
+    quantization: Quantization | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Elements of this rank's parameters, padding included."""
+        return sum(prod(p.shape) for p in self.params)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What one rank loads: final as :func:`rtp_llm.plan.join.join` makes it.  What it costs is a :class:`Budget`.
+
+    ``digest`` is the part on which all ranks must agree (files, tensors, mapping, sizes, dtype; no path, no rank).  ``bytes_read`` is
+    what the deliveries take from storage, ``bytes_resident`` what this rank's parameters take.  ``missing``, ``unexpected`` and
+    ``problems`` are empty in a plan that may be carried out.
+    """
+
+    model: ModelSide
+    catalog: Catalog = field(repr=False)
+    mapping: rules.Mapping = field(repr=False)
+    slots: Mapping[str, Source] = field(repr=False)
     deliveries: tuple[Delivery, ...]
     fills: tuple[tuple[str, Fill], ...]
     stages: Mapping[str, Stage]
@@ -150,39 +168,18 @@ class LoadPlan:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     problems: tuple[Problem, ...]
-    notes: tuple[Problem, ...]
-    files: tuple[FileInfo, ...]
-    tensors: tuple[TensorInfo, ...] = field(repr=False)
-    slots: Mapping[str, Source] = field(repr=False)
-    experts: tuple[ExpertSlots, ...] = field(repr=False)
-    mapping: rules.Mapping = field(repr=False)
-    quantization: Quantization | None
     bytes_read: int
     bytes_resident: int
-    bytes_staging: int
-    bytes_transient: int
     model_digest: str
     digest: str
-    bytes_making: int = 0
 
     def agreement_lines(self) -> Iterator[str]:
         """What :attr:`digest` is made of; see the function of this name."""
-        return agreement_lines(
-            self.architecture, self.parallel, self.dtype, self.tensors, self.slots, self.experts, self.model_digest, self.quantization
-        )
+        return agreement_lines(self.model, self.catalog.tensors, self.slots, self.model_digest)
 
     def expert_layouts(self) -> dict[tuple[int, str], ExpertLayout]:
         """How the checkpoint has the experts, by layer and weight (``gate_up``, ``down``); see the function of this name."""
-        return expert_layouts(self.mapping, (t.name for t in self.tensors)) if self.experts else {}
-
-    @property
-    def predicted_peak_bytes(self) -> int:
-        return self.bytes_resident + self.bytes_staging + self.bytes_transient + self.bytes_making
-
-    @property
-    def parameters(self) -> int:
-        """Elements of this rank's parameters, padding included."""
-        return sum(prod(p.shape) for p in self.params)
+        return expert_layouts(self.mapping, (t.name for t in self.catalog.tensors)) if self.model.experts else {}
 
     def raise_for_problems(self) -> None:
         """Raises ``PlanError`` with everything that forbids this load."""
@@ -190,40 +187,23 @@ class LoadPlan:
             raise PlanError(self.problems)
 
 
-def agreement_lines(
-    architecture: str,
-    parallel: ParallelConfig,
-    dtype: str,
-    tensors: tuple[TensorInfo, ...],
-    slots: Mapping[str, Source],
-    experts: tuple[ExpertSlots, ...],
-    model_digest: str,
-    quantization: Quantization | None = None,
-) -> Iterator[str]:
+def agreement_lines(model: ModelSide, tensors: tuple[TensorInfo, ...], slots: Mapping[str, Source], model_digest: str) -> Iterator[str]:
     """What all ranks must have in common, a line each, in a fixed order; the digest is their hash.
 
     Lines are compared when digests differ, so that the first difference can be named.
     """
-    yield f"architecture {architecture} dtype {dtype} tp_size {parallel.tp_size} ep_size {parallel.ep_size}"
+    yield f"architecture {model.architecture} dtype {model.dtype} tp_size {model.parallel.tp_size} ep_size {model.parallel.ep_size}"
     yield f"logical tensors {model_digest}"
-    if quantization is not None:
+    if model.quantization is not None:
         # Without the counts: ranks that hold fewer experts make fewer FP8 weights of them.
-        yield f"quantisation {quantization.method} {sorted(name for name, _ in quantization.schemes)}"
-    for layer in experts:
+        yield f"quantisation {model.quantization.method} {sorted(name for name, _ in model.quantization.schemes)}"
+    for layer in model.experts:
         yield f"experts of layer {layer.layer} on expert-parallel ranks {layer.held}"
     for t in tensors:
         yield f"tensor {t.name} {t.dtype} {list(t.shape)} in {t.file} at {t.start}"
     for slot in sorted(slots):
         source = slots[slot]
         yield f"slot {slot} from {source.raw} {source.ops!r}"
-
-
-def transient_bytes(deliveries: Sequence[Delivery]) -> int:
-    """The most that is held beside parameters and staging buffers while bytes move, of what is not on its way to be made.
-
-    A tensor that cannot be read in parts is held whole, and once more while an op works on it.
-    """
-    return max((2 * d.nbytes for d in deliveries if not d.divisible), default=0)
 
 
 def digest(lines: Iterator[str]) -> str:

@@ -8,11 +8,12 @@ from typing import Any
 
 from rtp_llm.checkpoint.dtypes import DTYPES_BY_TORCH_NAME
 from rtp_llm.plan.boxes import Shape
+from rtp_llm.plan.budget import Budget
 from rtp_llm.plan.plan import LoadPlan
 
 
-def plan_json(plan: LoadPlan) -> dict[str, Any]:
-    """The stable fields of a plan.
+def plan_json(plan: LoadPlan, budget: Budget) -> dict[str, Any]:
+    """The stable fields of a plan, and what it takes by the transport of ``budget``.
 
     ``parameters`` counts elements, ``tensors`` parameter tensors; ``bytes_*`` and ``predicted_peak_bytes`` are this
     rank's; ``files`` lists what is read of each file; ``missing`` and ``unexpected`` are names of checkpoint tensors;
@@ -25,39 +26,35 @@ def plan_json(plan: LoadPlan) -> dict[str, Any]:
         tensors[delivery.tensor.file] += 1
     return {
         "digest": plan.digest,
-        "architecture": plan.architecture,
-        "family": plan.family,
-        "dtype": plan.dtype,
-        "tp_size": plan.parallel.tp_size,
-        "tp_rank": plan.parallel.tp_rank,
-        "ep_size": plan.parallel.ep_size,
-        "ep_rank": plan.parallel.ep_rank,
-        "parameters": plan.parameters,
-        "tensors": len(plan.params),
+        "architecture": plan.model.architecture,
+        "family": plan.model.family,
+        "dtype": plan.model.dtype,
+        "tp_size": plan.model.parallel.tp_size,
+        "tp_rank": plan.model.parallel.tp_rank,
+        "ep_size": plan.model.parallel.ep_size,
+        "ep_rank": plan.model.parallel.ep_rank,
+        "parameters": plan.model.parameters,
+        "tensors": len(plan.model.params),
         "bytes_resident": plan.bytes_resident,
         "bytes_read": plan.bytes_read,
-        **memory_json(plan),
+        **budget.to_json(),
         "files": [
-            {"name": f.name, "format": f.format, "bytes": f.size, "bytes_read": read[f.name], "reads": tensors[f.name]} for f in plan.files
+            {"name": f.name, "format": f.format, "bytes": f.size, "bytes_read": read[f.name], "reads": tensors[f.name]}
+            for f in plan.catalog.files
         ],
         "experts": expert_table(plan),
         "missing": list(plan.missing),
         "unexpected": list(plan.unexpected),
         "skipped": [{"tensor": s.raw, "reason": s.reason} for s in plan.skipped],
         "quantization": quantization_json(plan),
-        "notes": [n.to_json() for n in plan.notes],
+        "notes": [n.to_json() for n in plan.catalog.notes],
     }
-
-
-def memory_json(plan: LoadPlan) -> dict[str, int]:
-    """What a load takes beside the parameters, and with them."""
-    return {"bytes_staging": plan.bytes_staging, "bytes_making": plan.bytes_making, "predicted_peak_bytes": plan.predicted_peak_bytes}
 
 
 def quantization_json(plan: LoadPlan) -> dict[str, Any] | None:
     """``method``; ``schemes``, with the number of modules that have each; ``lists``, with the number of modules that each entry
     matched; ``undeclared``: plain modules that the declaration says nothing of.  None for plain weights."""
-    found = plan.quantization
+    found = plan.model.quantization
     if found is None:
         return None
     return {
@@ -78,7 +75,7 @@ def expert_table(plan: LoadPlan) -> list[dict[str, Any]]:
     found: dict[int, list[tuple[str, str]]] = {}
     for (number, weight), layout in plan.expert_layouts().items():
         found.setdefault(number, []).append((weight, layout.name))
-    for layer in plan.experts:
+    for layer in plan.model.experts:
         layouts = tuple(found.get(layer.layer, ()))
         alike.setdefault((layer.count, layer.held, layer.parts, layouts), []).append(layer.layer)
     return [
@@ -87,7 +84,7 @@ def expert_table(plan: LoadPlan) -> list[dict[str, Any]]:
             "count": count,
             "layout": {weight: name.lower().replace("_", "-") for weight, name in layouts},
             "ranks": [
-                {"ep_rank": rank, "experts": list(experts), "bytes": len(experts) * _expert_bytes(parts) // plan.parallel.tp_size}
+                {"ep_rank": rank, "experts": list(experts), "bytes": len(experts) * _expert_bytes(parts) // plan.model.parallel.tp_size}
                 for rank, experts in enumerate(held)
             ],
         }

@@ -50,8 +50,8 @@ def test_device_memory(checkpoint: Path, queue_size: int) -> None:
     """The allocator's peak is within the prediction, and what its rounding adds: up to 2 MiB a parameter or chunk."""
     report = load_model(checkpoint, load=settings(16, queue_size)).report
     assert report.measured_peak_bytes is not None
-    blocks = len(report.plan.params) + (1 if queue_size < 0 else 2)
-    assert report.plan.bytes_resident <= report.measured_peak_bytes <= report.plan.predicted_peak_bytes + (2 << 20) * blocks
+    blocks = len(report.plan.model.params) + (1 if queue_size < 0 else 2)
+    assert report.plan.bytes_resident <= report.measured_peak_bytes <= report.budget.peak + (2 << 20) * blocks
 
 
 def test_stacked_experts(tmp_path: Path) -> None:
@@ -71,11 +71,11 @@ def test_fp8_made_of_chunks(checkpoint: Path, method: str) -> None:
     del by_reader
     loaded = load_model(checkpoint, load=replace(settings(16, dtype="bfloat16"), quantization=method))
     report = loaded.report
-    assert report.effective_mode == "fastsafetensors" and report.plan.bytes_making > 0
+    assert report.effective_mode == "fastsafetensors" and report.budget.derived > 0
     for name, parameter in loaded.model.named_parameters():
         assert torch.equal(parameter.cpu().reshape(-1).view(torch.uint8), wanted[name].reshape(-1).view(torch.uint8)), name
     assert report.measured_peak_bytes is not None
-    assert report.measured_peak_bytes <= report.plan.predicted_peak_bytes + (2 << 20) * (len(report.plan.params) + 3)
+    assert report.measured_peak_bytes <= report.budget.peak + (2 << 20) * (len(report.plan.model.params) + 3)
 
 
 def shared(path: str) -> tuple[str, int | None, torch.Tensor]:

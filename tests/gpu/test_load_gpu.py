@@ -38,7 +38,9 @@ def test_device_memory(checkpoint: Path) -> None:
     """Without a cast the device's peak is the weights, each rounded up by torch's allocator, which does not split off less than 1 MiB."""
     report = load_model(checkpoint, load=LoadConfig(device="cuda")).report
     assert report.measured_peak_bytes is not None
-    assert report.plan.bytes_resident <= report.measured_peak_bytes <= report.plan.bytes_resident + (1 << 20) * len(report.plan.params)
+    assert (
+        report.plan.bytes_resident <= report.measured_peak_bytes <= report.plan.bytes_resident + (1 << 20) * len(report.plan.model.params)
+    )
 
 
 def test_logits(checkpoint: Path) -> None:

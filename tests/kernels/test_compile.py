@@ -8,18 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from rtp_llm.config import LoadConfig, ParallelConfig
 from rtp_llm.kernels.backends import FLASHINFER
 from rtp_llm.kernels.choose import choose
 from rtp_llm.kernels.compile import Compilation, Compiled, CompileError, check_tools, cuda_major
 from rtp_llm.kernels.faults import KernelError
 from rtp_llm.kernels.offers import DeviceFacts, JitModule
 from rtp_llm.layers.norm import RMSNorm
-from rtp_llm.loader.draft import draft
 from rtp_llm.loader.kernels import KernelPlan, KernelSetup, plan_kernels
-from rtp_llm.parallel.groups import groups_at
 from tests.kernels.declared import NEEDS
 from tests.kernels.toolkit import Toolkit
+from tests.support.plans import prepared
 from tests.support.ranks import run_ranks
 from tests.support.tiny import save_tiny_llama
 
@@ -105,8 +103,7 @@ def _loaded_as_on_a_gpu(checkpoint: str, setting: str) -> dict[str, str | None]:
     with pytest.MonkeyPatch.context() as patch:
         # The one thing that cannot be had: a GPU's name.
         patch.setattr("rtp_llm.loader.kernels.device_facts", lambda device: HOPPER)
-        place = ParallelConfig()
-        model = draft(checkpoint, place, LoadConfig(device="cpu"), groups_at(place), "cpu").model
+        model = prepared(checkpoint).model
         setup = KernelSetup(plan_kernels(model, torch.bfloat16, setting, torch.device("cpu")), speaks=True)
         report = setup.bind(model, [setup.wait(lambda: None)])
     return {choice.op: choice.fault for choice in report.choices}

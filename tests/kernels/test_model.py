@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rtp_llm.cli.app import main
-from rtp_llm.config import LoadConfig, ParallelConfig
+from rtp_llm.config import LoadConfig
 from rtp_llm.kernels.backends import FLASHINFER
 from rtp_llm.kernels.bind import bind
 from rtp_llm.kernels.faults import KernelError
@@ -19,9 +19,8 @@ from rtp_llm.kernels.interface import KernelUser, kernel_needs
 from rtp_llm.kernels.needs import GateNeed, NormNeed
 from rtp_llm.kernels.torch_kernels import TORCH, RotaryTables, TorchKernels
 from rtp_llm.loader import load_model
-from rtp_llm.loader.draft import draft
-from rtp_llm.parallel.groups import groups_at
 from rtp_llm.transport.interface import Quiet
+from tests.support.plans import prepared
 from tests.support.ranks import run_ranks
 from tests.support.tiny import save_tiny_llama
 
@@ -35,8 +34,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def meta(directory: Path, **parallel: int) -> nn.Module:
-    place = ParallelConfig(**parallel)
-    return draft(directory, place, LoadConfig(device="cpu"), groups_at(place), "cpu").model
+    return prepared(directory, **parallel).model
 
 
 class Recording(TorchKernels):

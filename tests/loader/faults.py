@@ -25,7 +25,7 @@ from torch import nn
 from rtp_llm import LoadConfig, load_model
 from rtp_llm.bench.synthetic import llama, write_checkpoint
 from rtp_llm.errors import RtpLlmError
-from rtp_llm.loader import load as loading
+from rtp_llm.loader.fill import fill as filling
 from rtp_llm.transport.scratch import team
 from rtp_llm.transport.scratch.staging import Pinned
 from tests.support.paths import child_env
@@ -89,17 +89,17 @@ LIMITS = {"cpu": limit_of_host, "cuda": limit_of_device}
 @contextmanager
 def little_memory(share: float) -> Iterator[None]:
     """While parameters are allocated this process gets no more than ``share`` of what they need."""
-    allocate = loading.allocate
+    allocate = filling.allocate
 
     def limited(model: nn.Module, plan: Any, device: torch.device) -> Any:
         with LIMITS[device.type](int(share * plan.bytes_resident)):
             return allocate(model, plan, device)
 
-    loading.allocate = limited
+    filling.allocate = limited
     try:
         yield
     finally:
-        loading.allocate = allocate
+        filling.allocate = allocate
 
 
 #: Page-locked memory that has not been given back.

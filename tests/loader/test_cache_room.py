@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rtp_llm import ParallelConfig, load_model
+from rtp_llm import load_model
 from rtp_llm.config import LoadConfig
 from rtp_llm.errors import PlanError
 from rtp_llm.layers.cache import CacheSize
-from rtp_llm.loader.cache_room import check_cache
-from rtp_llm.loader.draft import draft
-from rtp_llm.parallel.groups import Groups
-from rtp_llm.parallel.world import World
+from rtp_llm.loader.budget.cache import check_cache
+from rtp_llm.loader.context import planning_context
+from rtp_llm.loader.prepare import prepare
 from tests.support.ranks import run_ranks
 from tests.support.tiny import save_tiny_llama
 
@@ -47,21 +46,21 @@ def test_a_cache_beyond_memory_is_refused_before_weights_are_read(tiny: Path) ->
 @pytest.mark.parametrize(("slots", "length"), [(8, 256), (1000, 16), (1, 4096)])
 def test_sizes_that_are_named_do_fit(slots: int, length: int, tiny: Path) -> None:
     """As many sequences of the same length, or as many tokens for the same number; one more of either does not."""
-    drafted = draft(tiny, ParallelConfig(), LoadConfig(), Groups(), "cpu")
+    context = planning_context(tiny, settings=LoadConfig(device="cpu"))
+    prepared = prepare(context)
     size = CacheSize.equal(slots, length)
 
     def fits(other: CacheSize) -> bool:
-        with World().watch() as watch:
-            try:
-                check_cache(other, drafted.model, drafted.plan, CPU, watch, free=free)
-            except PlanError as error:
-                messages.append(str(error))
-                return False
+        try:
+            check_cache(context, other, prepared, free=free)
+        except PlanError as error:
+            messages.append(str(error))
+            return False
         return True
 
     messages: list[str] = []
-    model = drafted.model
-    free = drafted.plan.bytes_resident + size.nbytes(model.cache_shapes, model.dtype) * 2 // 3  # type: ignore[attr-defined,operator,arg-type]
+    model = prepared.model
+    free = prepared.plan.bytes_resident + size.nbytes(model.cache_shapes, model.dtype) * 2 // 3  # type: ignore[attr-defined,operator,arg-type]
     assert not fits(size)
     found = re.search(r"what fits: (?:(\d+) sequence.*?, or )?(\d+) of (\d+) tokens|what fits: (\d+) sequence", messages[0])
     assert found is not None, messages[0]

@@ -84,9 +84,9 @@ def test_one_of_several_places_is_enough(tmp_path: Path, narrow_first: bool) -> 
     loaded.model.register_parameter("narrow", nn.Parameter(content.bfloat16(), requires_grad=False))
 
     def with_targets(*targets: Target) -> LoadedModel:
-        params = (*loaded.plan.params, ParamSpec("narrow", tuple(content.shape), "bfloat16", ()))
+        params = (*loaded.plan.model.params, ParamSpec("narrow", tuple(content.shape), "bfloat16", ()))
         deliveries = tuple(replace(d, targets=targets) if d is delivery else d for d in loaded.plan.deliveries)
-        return replace(loaded, plan=replace(loaded.plan, params=params, deliveries=deliveries))
+        return replace(loaded, plan=replace(loaded.plan, model=replace(loaded.plan.model, params=params), deliveries=deliveries))
 
     narrow = replace(kept, param="narrow")
     out = export_checkpoint(with_targets(*((narrow, kept) if narrow_first else (kept, narrow))), tmp_path / "out")

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from rtp_llm import LoadConfig, ParallelConfig, build_plan, load_model
 from rtp_llm.errors import ConfigError, ParallelError, PlanError, TransportError
-from rtp_llm.loader import load as load_module
-from rtp_llm.loader.verify import verify
+from rtp_llm.loader.fill import fill as filling
+from rtp_llm.loader.fill.verify import verify
 from rtp_llm.quantization.faults import QuantizationError
 from tests.support.paths import ROOT, child_env
 from tests.support.tiny import save_tiny_llama
@@ -54,7 +54,7 @@ def test_verify_accepts_a_right_load_at_every_rank(sharded: Path, dtype: str, bu
         for rank in range(tp):
             settings = LoadConfig(device="cpu", dtype=dtype, verify=True, buffer_mib=buffer_mib)
             loaded = load_model(sharded, parallel=ParallelConfig(tp, rank), load=settings)
-            assert loaded.report.verified and loaded.report.verified >= len(loaded.plan.params)
+            assert loaded.report.verified and loaded.report.verified >= len(loaded.plan.model.params)
 
 
 @pytest.mark.parametrize("key", [None, "state_dict", "model"])
@@ -142,8 +142,8 @@ def test_missing_and_unexpected_tensors_are_named_as_the_files_name_them(tmp_pat
 
 def test_a_load_that_does_not_fit_is_refused_before_it_allocates(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The preflight compares the predicted peak with free memory; here the machine is said to have 1,000 bytes."""
-    monkeypatch.setattr("rtp_llm.loader.preflight.free_bytes", lambda device: 1000)
-    monkeypatch.setattr(load_module, "allocate", lambda *args: pytest.fail("allocated"))
+    monkeypatch.setattr("rtp_llm.loader.budget.preflight.free_bytes", lambda device: 1000)
+    monkeypatch.setattr(filling, "allocate", lambda *args: pytest.fail("allocated"))
     with pytest.raises(PlanError, match=r"OUT_OF_MEMORY.*expected \d+ bytes.*found 1000 bytes free"):
         load_model(sharded, load=CPU)
 
@@ -155,7 +155,7 @@ def test_dtype_auto(tmp_path: Path) -> None:
     config = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("dtype", "torch_dtype")}
     for stated, expected in (({}, "bfloat16"), ({"torch_dtype": "float16"}, "float16"), ({"dtype": "torch.float32"}, "float32")):
         path.write_text(json.dumps(config | stated))
-        assert build_plan(directory, load=CPU).dtype == expected
+        assert build_plan(directory, load=CPU).model.dtype == expected
     path.write_text(json.dumps(config | {"dtype": "int7"}))
     with pytest.raises(ConfigError, match="int7"):
         build_plan(directory, load=CPU)
@@ -179,7 +179,7 @@ import sys, torch
 from rtp_llm import LoadConfig, load_model
 loaded = load_model(sys.argv[1], load=LoadConfig(device="cpu", dtype=sys.argv[2]))
 report = loaded.report
-print(report.plan.bytes_resident, report.plan.predicted_peak_bytes, report.measured_peak_bytes)
+print(report.plan.bytes_resident, report.budget.peak, report.measured_peak_bytes)
 """
 
 

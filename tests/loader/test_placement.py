@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rtp_llm.loader.placement import reserved_bytes
+from rtp_llm.loader.fill.placement import reserved_bytes
 from rtp_llm.plan.pieces import ParamSpec
 
 MIB = 1 << 20

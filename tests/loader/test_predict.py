@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from rtp_llm import LoadConfig, ParallelConfig, build_plan, load_model
-from rtp_llm.loader import load as loading
-from rtp_llm.loader.predict import predictions
-from rtp_llm.loader.stages import MakingPlacement
+from rtp_llm import LoadConfig, ParallelConfig, load_model
+from rtp_llm.loader.budget.budget import predictions
+from rtp_llm.loader.context import planning_context
+from rtp_llm.loader.fill import fill as filling
+from rtp_llm.loader.fill.derive import MakingPlacement
+from rtp_llm.loader.prepare import prepare
 from rtp_llm.plan.making import Stage
-from rtp_llm.plan.views import memory_json
 from tests.support.ranks import run_ranks
 from tests.support.tiny import save_tiny_llama
 
@@ -36,8 +37,8 @@ def settings(method: str, quantization: str | None) -> LoadConfig:
 
 def said(path: str, quantization: str | None, place: ParallelConfig) -> dict[str, dict[str, int]]:
     """What a plan says for each transport."""
-    load = settings("scratch", quantization)
-    return {name: memory_json(plan) for name, plan in predictions(build_plan(path, place, load), load, "cpu")}
+    context = planning_context(path, place, settings("scratch", quantization))
+    return {budget.transport: budget.to_json() for budget in predictions(context, prepare(context))}
 
 
 def taken(path: str, method: str, quantization: str | None) -> tuple[dict[str, int], int, int]:
@@ -52,13 +53,13 @@ def taken(path: str, method: str, quantization: str | None) -> tuple[dict[str, i
             most, count = max(most, sum(g.content.nbytes for g in held)), max(count, len(held))
             return found
 
-    loading.MakingPlacement = Recording  # type: ignore[misc]  # this process ends after the load, or undoes it
+    filling.MakingPlacement = Recording  # type: ignore[misc]  # this process ends after the load, or undoes it
     try:
         report = load_model(path, load=settings(method, quantization)).report
     finally:
-        loading.MakingPlacement = MakingPlacement  # type: ignore[misc]
+        filling.MakingPlacement = MakingPlacement  # type: ignore[misc]
     assert report.effective_mode == method
-    return memory_json(report.plan), most, count
+    return report.budget.to_json(), most, count
 
 
 @pytest.mark.parametrize("quantization", [None, "inline-fp8-tensor", "inline-fp8-block"])

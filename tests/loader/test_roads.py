@@ -13,14 +13,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from rtp_llm.checkpoint import read_catalog
-from rtp_llm.config import ParallelConfig
-from rtp_llm.loader.placement import Placement
-from rtp_llm.plan.join import join
+from rtp_llm.loader.fill.placement import Placement
 from rtp_llm.plan.pieces import ParamSpec, Piece
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.plan.rules import Mapping, Rule
 from rtp_llm.transport.interface import Memory, Place, Quiet
 from rtp_llm.transport.scratch.reader import ScratchTransport
+from tests.support.plans import joined
 
 #: Stored dtype and that of the parameter.
 DTYPES = (
@@ -100,7 +99,7 @@ def planned(folder: Path, stacks: list[Stack], order: st.DataObject) -> tuple[Lo
     catalog = read_catalog(folder)
     catalog.raise_for_problems()
     rules = Mapping(tuple(Rule(name, slot) for name, slot in raw.items()))
-    plan = join(catalog, rules, specs, architecture="A", family="a", parallel=ParallelConfig(), dtype="float32", bytes_staging=0)
+    plan = joined(catalog, rules, specs)
     plan.raise_for_problems()
     return plan, wanted
 
@@ -120,7 +119,7 @@ def test_every_road_ends_where_it_should(
     parameter is, bit for bit, what torch makes of the stored matrices, and every byte of the plan was placed."""
     with TemporaryDirectory() as folder:
         plan, wanted = planned(Path(folder), stacks, order)
-        params = {s.name: nn.Parameter(torch.zeros(s.shape, dtype=getattr(torch, s.dtype)), requires_grad=False) for s in plan.params}
+        params = {s.name: nn.Parameter(torch.zeros(s.shape, dtype=getattr(torch, s.dtype)), requires_grad=False) for s in plan.model.params}
         reader = ScratchTransport(folder, torch.device("cpu"), 2, buffer_bytes, most_gap)
         moved = reader.deliver(plan, sink(params), Quiet(), lambda: None)
     assert moved.bytes_placed == plan.bytes_read

@@ -53,11 +53,11 @@ def test_ranks_hold_their_share(variant: str, tmp_path: Path) -> None:
     save(variant, tmp_path)
     alone = build_plan(tmp_path)
     plans = [build_plan(tmp_path, ParallelConfig(tp_size=2, tp_rank=r % 2, ep_size=2, ep_rank=r // 2)) for r in range(4)]
-    whole = {spec.name: spec.shape for spec in alone.params}
+    whole = {spec.name: spec.shape for spec in alone.model.params}
     for plan in plans:
         assert not plan.problems
-        assert {spec.name for spec in plan.params} == set(whole)
-        for spec in plan.params:
+        assert {spec.name for spec in plan.model.params} == set(whole)
+        for spec in plan.model.params:
             part = spec.name.split(".")[-2]
             if part in ("q_a", "kv_a", "q_a_norm", "kv_a_norm", "router", "f_a", "g_a", "o_norm") or ".indexer." in spec.name:
                 assert spec.shape == whole[spec.name], spec.name

@@ -15,15 +15,15 @@ from rtp_llm.config import ParallelConfig
 from rtp_llm.layers.base import expert_slots, param_specs
 from rtp_llm.layers.moe import MoE, MoEShape
 from rtp_llm.layers.router import Routing
-from rtp_llm.loader.placement import Placement, allocate
+from rtp_llm.loader.fill.placement import Placement, allocate
 from rtp_llm.parallel.experts import Ownership, PhysicalToLogical
 from rtp_llm.parallel.groups import groups_at
 from rtp_llm.plan.experts import ExpertNames, expert_rules
-from rtp_llm.plan.join import join
 from rtp_llm.plan.plan import LoadPlan
 from rtp_llm.plan.rules import Mapping, Rule
 from rtp_llm.transport.interface import Quiet
 from rtp_llm.transport.scratch.reader import ScratchTransport
+from tests.support.plans import joined
 
 AT = "model.layers.{}.mlp.experts"
 
@@ -104,17 +104,8 @@ def planned(
     if table is not None:
         groups = replace(groups, ep=replace(groups.ep, ownership=Ownership(parallel.ep_size, table)))
     model = nn.ModuleList(MoE(i, shape, groups=groups, dtype=torch.float32) for i in range(sizes.layers))
-    plan = join(
-        read_catalog(folder),
-        mapping(sizes, transposed),
-        param_specs(model),
-        architecture="Experts",
-        family="experts",
-        parallel=parallel,
-        dtype="float32",
-        bytes_staging=0,
-        experts=expert_slots(model),
-    )
+    specs, experts = param_specs(model), expert_slots(model)
+    plan = joined(read_catalog(folder), mapping(sizes, transposed), specs, parallel=parallel, experts=experts)
     return model, plan
 
 

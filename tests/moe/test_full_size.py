@@ -121,7 +121,7 @@ peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 experts = {d.slot for d in plan.deliveries if ".experts." in d.slot}
 print(json.dumps({
     "resident": plan.bytes_resident, "read": plan.bytes_read, "problems": len(plan.problems), "skipped": len(plan.skipped),
-    "tensors": len(plan.tensors), "experts": len(experts), "digest": plan.digest, "seconds": seconds, "cpu": cpu, "peak": peak,
+    "tensors": len(plan.catalog.tensors), "experts": len(experts), "digest": plan.digest, "seconds": seconds, "cpu": cpu, "peak": peak,
 }))
 """
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rtp_llm import ParallelConfig, build_plan
 from rtp_llm.errors import PlanError, RtpLlmError
-from rtp_llm.loader.eplb import read_table
+from rtp_llm.loader.prepare.eplb import read_table
 from rtp_llm.parallel.experts import ExpertLayers, Ownership, Replica, check_ownership, contiguous, replicas
 from tests.moe.variants import make
 from tests.support.tiny import save_tiny_llama

@@ -11,7 +11,7 @@ import pytest
 from rtp_llm import LoadConfig, build_plan
 from rtp_llm.checkpoint import read, read_catalog
 from rtp_llm.collector import collector_paused
-from rtp_llm.loader import draft
+from rtp_llm.loader.prepare import prepared
 from tests.support.tiny import save_tiny_llama
 
 
@@ -47,7 +47,7 @@ def test_planning_is_not_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """The collector is off from the first header to the plan, and on again afterwards."""
     seen: list[bool] = []
     for name in ("read_catalog", "join"):
-        step = getattr(draft, name)
-        monkeypatch.setattr(draft, name, lambda *args, step=step, **kwargs: (seen.append(gc.isenabled()), step(*args, **kwargs))[1])
+        step = getattr(prepared, name)
+        monkeypatch.setattr(prepared, name, lambda *args, step=step, **kwargs: (seen.append(gc.isenabled()), step(*args, **kwargs))[1])
     build_plan(save_tiny_llama(tmp_path / "llama"), load=LoadConfig(device="cpu"))
     assert seen == [False, False] and gc.isenabled()

@@ -7,14 +7,13 @@ import dataclasses
 import pytest
 
 from rtp_llm.checkpoint.catalog import Catalog, FileInfo, TensorInfo
-from rtp_llm.config import ParallelConfig
 from rtp_llm.errors import PlanError
 from rtp_llm.plan.faults import PlanFault
-from rtp_llm.plan.join import join
 from rtp_llm.plan.ops import Rows
 from rtp_llm.plan.pieces import Fill, ParamSpec, Piece
 from rtp_llm.plan.plan import LoadPlan
 from rtp_llm.plan.rules import Mapping, Provision, Rule, Skip, template
+from tests.support.plans import joined
 
 
 def catalog(**shapes: tuple[int, ...]) -> Catalog:
@@ -49,7 +48,7 @@ def fused(rows: int = 6) -> ParamSpec:
 
 
 def plan_of(files: Catalog, *params: ParamSpec, mapping: Mapping = MAPPING) -> LoadPlan:
-    return join(files, mapping, params, architecture="A", family="a", parallel=ParallelConfig(), dtype="bfloat16", bytes_staging=7)
+    return joined(files, mapping, params, "bfloat16")
 
 
 def faults(plan: LoadPlan) -> list[tuple[str, str | None]]:
@@ -60,7 +59,7 @@ def test_a_fitting_checkpoint() -> None:
     """Sizes and reads of a plan are those of its pieces; the padding is resident and not read."""
     plan = plan_of(catalog(l_0_q=(4, 3), l_0_k=(2, 3), freq=(5,)), fused(rows=8))
     assert not plan.problems
-    assert (plan.bytes_resident, plan.bytes_read, plan.predicted_peak_bytes) == (48, 36, 55)
+    assert (plan.bytes_resident, plan.bytes_read) == (48, 36)
     assert [(s.raw, s.reason) for s in plan.skipped] == [("freq", "computed")]
     assert [name for name, _ in plan.fills] == ["layers.0.qk"]
 

@@ -51,8 +51,8 @@ def check(folder: Path, oracle: PreTrainedModel) -> dict[str, int]:
     loaded = load_model(folder, load=CPU)
     with torch.inference_mode():
         assert distance(loaded.model(token_ids()), oracle(token_ids()).logits) < 1e-4
-    assert loaded.plan.quantization is not None
-    return dict(loaded.plan.quantization.schemes)
+    assert loaded.plan.model.quantization is not None
+    return dict(loaded.plan.model.quantization.schemes)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="compressed-tensors needs Python 3.11")
@@ -108,8 +108,11 @@ def test_gptq_overrides(tmp_path: Path) -> None:
     dynamic = {r"+:.*\.down_proj": {"bits": 8}, r"-:model\.layers\.0\.self_attn\.o_proj": {}}
     make(Format(FORMATS["gptq"].config | {"dynamic": dynamic}, encode), "llama", tmp_path, change=change)
     plan = build_plan(tmp_path, load=CPU)
-    assert not plan.problems and plan.quantization is not None
-    assert dict(plan.quantization.schemes) == {"GPTQ INT4, a scale for each 32 columns": 11, "GPTQ INT8, a scale for each 32 columns": 2}
+    assert not plan.problems and plan.model.quantization is not None
+    assert dict(plan.model.quantization.schemes) == {
+        "GPTQ INT4, a scale for each 32 columns": 11,
+        "GPTQ INT8, a scale for each 32 columns": 2,
+    }
     declare(tmp_path, quantization_config=FORMATS["gptq"].config | {"dynamic": {r"-:.*": {}}})
     with pytest.raises(QuantizationError, match="is excluded from quantisation"):
         build_plan(tmp_path, load=CPU)

@@ -38,8 +38,8 @@ def test_planned_with_scales_in_seconds(tmp_path: Path) -> None:
     seconds = time.process_time() - start
     assert not plan.problems and not plan.missing and not plan.unexpected
     assert plan.bytes_resident == by_hand()
-    assert plan.quantization is not None
-    assert plan.quantization.schemes == (("FP8, a scale for each block of 128 x 128", 61 * 5 + 3 * 3 + 58 * 257 * 3),)
+    assert plan.model.quantization is not None
+    assert plan.model.quantization.schemes == (("FP8, a scale for each block of 128 x 128", 61 * 5 + 3 * 3 + 58 * 257 * 3),)
     assert {one.reason for one in plan.skipped} == {"layers for multi-token prediction are not run"}
     assert seconds < 4
 

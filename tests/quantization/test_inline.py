@@ -83,10 +83,10 @@ def test_codes_are_those_of_the_whole_matrix(model: str, grid: str, dtype: torch
     for place in places:
         loaded = load_model(tmp_path, parallel=place, load=load)
         assert check_codes(loaded, tensors, grid) > 0, place
-        params = {param.name: param.dtype for param in loaded.plan.params}
+        params = {param.name: param.dtype for param in loaded.plan.model.params}
         assert params["lm_head.weight"] == params["embed.weight"] == str(dtype).removeprefix("torch.")
         assert all(not kind.startswith("float8") for name, kind in params.items() if "router" in name or "norm" in name)
-        assert loaded.report.bytes_read >= sum(t.nbytes for t in loaded.plan.tensors) // 4
+        assert loaded.report.bytes_read >= sum(t.nbytes for t in loaded.plan.catalog.tensors) // 4
     wide = LoadConfig(device="cpu", quantization=f"inline-fp8-{grid}", dtype="float32")
     with torch.inference_mode():
         found = load_model(tmp_path, load=wide).model(token_ids())
@@ -106,7 +106,7 @@ def test_stacked_experts_are_quantised_one_by_one(tmp_path: Path) -> None:
     apart, stacked = (load_model(tmp_path / name, load=load) for name in ("apart", "stacked"))
     for (name, one), (_, other) in zip(apart.model.named_parameters(), stacked.model.named_parameters(), strict=True):
         assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), name
-    assert stacked.plan.bytes_transient == apart.plan.bytes_transient
+    assert stacked.report.budget.transient == apart.report.budget.transient
 
 
 def test_the_peak_is_that_of_fp8(tmp_path: Path) -> None:
@@ -118,10 +118,10 @@ def test_the_peak_is_that_of_fp8(tmp_path: Path) -> None:
     plain = build_plan(folder, load=LoadConfig(device="cpu")).bytes_resident
     assert loaded.plan.bytes_resident < 0.27 * plain
     # Two matrices on their way with their codes, four steps of float32, buffers.
-    assert loaded.plan.predicted_peak_bytes < loaded.plan.bytes_resident + 2 * (4 + 1) * 768 * 3072 + 36 * 2**20
+    assert loaded.report.budget.peak < loaded.plan.bytes_resident + 2 * (4 + 1) * 768 * 3072 + 36 * 2**20
     measured = loaded.report.measured_peak_bytes
     # What Python and torch take for the first time is no part of the plan: 32 MiB for it.
-    assert measured is None or measured < loaded.plan.predicted_peak_bytes + 32 * 2**20
+    assert measured is None or measured < loaded.report.budget.peak + 32 * 2**20
 
 
 def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rtp_llm import LoadConfig, ParallelConfig, load_model
-from rtp_llm.loader.draft import draft
-from rtp_llm.loader.finish import finish, finish_bytes
-from rtp_llm.parallel.groups import groups_at
+from rtp_llm import LoadConfig, load_model
+from rtp_llm.loader.budget.budget import scratch_budget
+from rtp_llm.loader.context import planning_context
+from rtp_llm.loader.fill.finish import finish
+from rtp_llm.loader.prepare import prepare
 from rtp_llm.quantization.limits import Exactly, Look, holds, scale_limit
 from rtp_llm.quantization.scheme import bad_scales
 from tests.quantization.formats import FORMATS, make
@@ -76,9 +77,12 @@ def test_products_are_counted(tmp_path: Path) -> None:
     for activations; formats without such products need nothing."""
     for name, rows in (("fp8-static", 2 * (192 + 2 * 64 + 192 + 2 * 320 + 192)), ("fp8-block", 0)):
         make(FORMATS[name], "llama", tmp_path / name)
-        place = ParallelConfig()
-        model = draft(tmp_path / name, place, LoadConfig(device="cpu"), groups_at(place), "cpu").model
-        assert finish_bytes(model, "cuda") - finish_bytes(model, "cpu") == 4 * (rows + (2 * 4 if rows else 0))
+        on = {
+            kind: planning_context(tmp_path / name, settings=LoadConfig(device="cpu"), device=torch.device(kind))
+            for kind in ("cpu", "cuda")
+        }
+        transient = {kind: scratch_budget(context, prepare(context)).transient for kind, context in on.items()}
+        assert transient["cuda"] - transient["cpu"] == 4 * (rows + (2 * 4 if rows else 0))
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "fp8-static", "gptq-order", "modelopt-nvfp4"])

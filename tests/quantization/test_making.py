@@ -15,19 +15,20 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtp_llm import LoadConfig, ParallelConfig, build_plan, load_model
-from rtp_llm.loader.draft import Draft, draft, hands
-from rtp_llm.loader.placement import allocate
-from rtp_llm.loader.stages import MakingPlacement, Stopped, step_bytes
-from rtp_llm.parallel.groups import groups_at
+from rtp_llm.loader.context import reader_limits, step_bytes
+from rtp_llm.loader.fill.derive import MakingPlacement, Stopped
+from rtp_llm.loader.fill.placement import allocate
+from rtp_llm.loader.prepare import Prepared
 from rtp_llm.plan.boxes import Box, volume
+from rtp_llm.plan.budget import ReaderLimits, StagingLimits, held_bytes, staging_limits
 from rtp_llm.plan.making import Stage
 from rtp_llm.plan.plan import Delivery
-from rtp_llm.plan.room import Hands, held_bytes, room_for
 from rtp_llm.quantization.scaled import Grid
 from rtp_llm.transport.interface import Quiet
 from rtp_llm.transport.scratch.reader import ScratchTransport
 from tests.quantization.grids import on
 from tests.quantization.test_inline import GRIDS, check_codes, reference
+from tests.support.plans import budget_of, prepared
 from tests.support.tiny import save_tiny_llama
 
 MIB = 2**20
@@ -50,8 +51,8 @@ def test_bands(grid: str, wide: Path) -> None:
     for place in (ParallelConfig(), ParallelConfig(tp_size=8, tp_rank=3)):
         loaded = load_model(wide, parallel=place, load=load)
         assert check_codes(loaded, tensors, grid) == 7
-        largest = max(t.nbytes for t in loaded.plan.tensors)
-        assert loaded.plan.bytes_making < 2 * largest + 4 * MIB + 2 * load.buffer_mib * MIB
+        largest = max(t.nbytes for t in loaded.plan.catalog.tensors)
+        assert loaded.report.budget.derived < 2 * largest + 4 * MIB + 2 * load.buffer_mib * MIB
         if place.tp_size == 1:
             assert len(loaded.plan.stages) > 7, "there is one band"
 
@@ -140,12 +141,11 @@ class Recording(MakingPlacement):
         self.made += 1
 
 
-def drafted(folder: Path, load: LoadConfig) -> Draft:
-    place = ParallelConfig()
-    return draft(folder, place, load, groups_at(place), "cpu")
+def limits_of(found: Prepared, load: LoadConfig) -> StagingLimits:
+    return staging_limits(found.plan, reader_limits(load, "cpu"))
 
 
-def in_parts(found: Draft, most_bytes: int) -> list[list[Delivery]]:
+def in_parts(found: Prepared, most_bytes: int) -> list[list[Delivery]]:
     """The parts of each delivery that something is made of."""
     return [list(d.parts(most_bytes)) for d in found.plan.deliveries if d.targets[0].param in found.plan.stages]
 
@@ -165,7 +165,7 @@ def test_threads_wait_for_room(wide: Path) -> None:
     """One thread stops in the middle of the first tensor; others that bring the rest wait, in whatever order they come, as soon as
     there is no room; when it goes on all is made, and never was more on its way than the limit."""
     load = LoadConfig(device="cpu", quantization="inline-fp8-tensor")
-    found = drafted(wide, load)
+    found = prepared(wide, load)
     parts = in_parts(found, MIB // 16)
     room = max(2 * volume(stage.region) for stage in found.plan.stages.values())
     sink = Recording(allocate(found.model, found.plan, torch.device("cpu")), found.plan, room)
@@ -184,7 +184,7 @@ def test_threads_wait_for_room(wide: Path) -> None:
 
 def test_who_waits_leaves_when_the_load_is_given_up(wide: Path) -> None:
     """``stop`` ends every wait with an exception of its own."""
-    found = drafted(wide, LoadConfig(device="cpu", quantization="inline-fp8-tensor"))
+    found = prepared(wide, LoadConfig(device="cpu", quantization="inline-fp8-tensor"))
     parts = in_parts(found, MIB // 8)
     sink = MakingPlacement(allocate(found.model, found.plan, torch.device("cpu")), found.plan, 1)
     bring(sink, parts[0][:1])
@@ -221,7 +221,7 @@ class Failing(MakingPlacement):
 def test_a_failing_reader_is_told_and_nobody_is_left(wide: Path) -> None:
     """The reader's error reaches the caller although other threads were waiting for room that only it could have made."""
     load = LoadConfig(device="cpu", quantization="inline-fp8-tensor")
-    found = drafted(wide, load)
+    found = prepared(wide, load)
     sink = Failing(allocate(found.model, found.plan, torch.device("cpu")), found.plan, 1)
     transport = ScratchTransport(str(wide), torch.device("cpu"), 4, MIB, 0)
     before = threading.active_count()
@@ -246,7 +246,7 @@ class Releases(threading.Condition):
 class Tracked(MakingPlacement):
     """Knows the memory of all tensors on their way, as long as there is some."""
 
-    def __init__(self, found: Draft) -> None:
+    def __init__(self, found: Prepared) -> None:
         super().__init__(allocate(found.model, found.plan, torch.device("cpu")), found.plan, 1)
         self.given: list[tuple[StorageWeakRef, int]] = []
         self._changed = Releases(self)
@@ -259,7 +259,7 @@ class Tracked(MakingPlacement):
 
 def test_room_is_free_when_the_memory_is(wide: Path) -> None:
     """Who is let in because a tensor is done finds that tensor's memory given back."""
-    found = drafted(wide, LoadConfig(device="cpu", quantization="inline-fp8-tensor"))
+    found = prepared(wide, LoadConfig(device="cpu", quantization="inline-fp8-tensor"))
     sink = Tracked(found)
     for parts in in_parts(found, MIB // 8):
         bring(sink, parts)
@@ -270,13 +270,13 @@ def test_room_is_free_when_the_memory_is(wide: Path) -> None:
 def test_own_reader_keeps_to_the_limit(grid: str, wide: Path) -> None:
     """Four threads with small buffers: never more on its way than is predicted."""
     load = LoadConfig(device="cpu", quantization=f"inline-fp8-{grid}", reader_threads=4, buffer_mib=1)
-    found = drafted(wide, load)
-    room = room_for(found.plan, hands(load, "cpu"))
+    found = prepared(wide, load)
+    room = limits_of(found, load)
     sink = Recording(allocate(found.model, found.plan, torch.device("cpu")), found.plan, room.parts)
     ScratchTransport(str(wide), torch.device("cpu"), 4, MIB, 0).deliver(found.plan, sink, Quiet(), lambda: None)
     assert sink.made == len(found.plan.stages) and sink._held == 0
     assert 0 < sink.most <= room.parts + room.single
-    assert room.nbytes == found.plan.bytes_making
+    assert room.nbytes == budget_of(wide, load).derived
 
 
 def test_room_of_a_sequence(wide: Path) -> None:
@@ -291,7 +291,7 @@ def test_room_of_a_sequence(wide: Path) -> None:
     begun = [part for own in parts for part in own[:-1]]
     every = sum(2 * volume(stage.region) for stage, own in zip(plan.stages.values(), parts, strict=False) if len(own) > 1)
     assert largest < every <= held_bytes([*begun, *ends], plan.stages, step)
-    assert room_for(plan, Hands(1, 1024 * MIB, 1, step)).nbytes == largest + working
+    assert staging_limits(plan, ReaderLimits(1, 1024 * MIB, 0, 1, step)).nbytes == largest + working
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -303,13 +303,13 @@ def test_tensors_that_cannot_be_divided(grid: str, wide: Path, tmp_path: Path) -
     torch.save(state, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text((wide / "config.json").read_text())
     load = LoadConfig(device="cpu", quantization=f"inline-fp8-{grid}", reader_threads=4, buffer_mib=1, verify=True)
-    found = drafted(tmp_path, load)
+    found = prepared(tmp_path, load)
     assert any(not d.divisible and d.nbytes > MIB for d in found.plan.deliveries)
-    room = room_for(found.plan, hands(load, "cpu"))
+    room = limits_of(found, load)
     sink = Recording(allocate(found.model, found.plan, torch.device("cpu")), found.plan, room.parts)
     ScratchTransport(str(tmp_path), torch.device("cpu"), 4, MIB, 0).deliver(found.plan, sink, Quiet(), lambda: None)
     assert sink.made == len(found.plan.stages) and sink.most <= room.parts + room.single
     for place in (ParallelConfig(), ParallelConfig(tp_size=2, tp_rank=1)):
         loaded = load_model(tmp_path, parallel=place, load=load)
         assert check_codes(loaded, tensors, grid) == 7
-        assert loaded.plan.bytes_read <= sum(t.nbytes for t in loaded.plan.tensors), "a tensor was read more than once"
+        assert loaded.plan.bytes_read <= sum(t.nbytes for t in loaded.plan.catalog.tensors), "a tensor was read more than once"

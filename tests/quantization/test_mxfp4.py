@@ -88,8 +88,8 @@ def test_bfloat16_as_published(tmp_path: Path) -> None:
     and are read once: with all else, the bytes of its tensors."""
     make(tmp_path)
     loaded, reference = load_model(tmp_path, device="cpu"), oracle(tmp_path, torch.bfloat16)
-    assert loaded.plan.dtype == "bfloat16"
-    assert loaded.plan.bytes_read == loaded.plan.bytes_resident == sum(t.nbytes for t in loaded.plan.tensors)
+    assert loaded.plan.model.dtype == "bfloat16"
+    assert loaded.plan.bytes_read == loaded.plan.bytes_resident == sum(t.nbytes for t in loaded.plan.catalog.tensors)
     with torch.inference_mode():
         assert closeness(loaded.model(token_ids()), reference(token_ids()).logits) > 0.999
     said = plan_json(loaded.plan)
@@ -135,7 +135,7 @@ def test_a_rank_reads_its_own_experts(tmp_path: Path) -> None:
     for place in (ParallelConfig(2, 1), ParallelConfig(4, 3), ParallelConfig(1, 0, 5, 2), ParallelConfig(2, 0, 2, 1)):
         plan = build_plan(tmp_path, place, LoadConfig(device="cpu"))
         read = sum(d.nbytes for d in plan.deliveries if ".experts." in d.slot)
-        held = sum(prod(p.shape) * (1 if p.dtype == "uint8" else 2) for p in plan.params if ".experts." in p.name)
+        held = sum(prod(p.shape) * (1 if p.dtype == "uint8" else 2) for p in plan.model.params if ".experts." in p.name)
         assert read == held > 0
 
 
@@ -242,7 +242,7 @@ def test_the_published_model_is_planned(tmp_path: Path) -> None:
     alone, shared = (build_plan(tmp_path, place, LoadConfig(device="cpu")) for place in (ParallelConfig(), ParallelConfig(2, 1, 4, 3)))
     assert not alone.problems and alone.bytes_read == alone.bytes_resident == total
     codes = sum(nbytes(*tensor) for name, tensor in tensors.items() if ".experts." in name and not name.endswith("bias"))
-    held = sum(prod(p.shape) for p in shared.params if p.dtype == "uint8")
+    held = sum(prod(p.shape) for p in shared.model.params if p.dtype == "uint8")
     assert not shared.problems and held == codes // 8
     with pytest.raises(RtpLlmError, match=r"MISALIGNED.*down_proj_blocks\): expected tp_size one of \[1, 2\]"):
         build_plan(tmp_path, ParallelConfig(4), CPU)

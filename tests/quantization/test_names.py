@@ -115,8 +115,8 @@ def test_without_a_list_the_tensors_decide(tmp_path: Path) -> None:
     module = "model.layers.1.mlp.down_proj"
     make(FORMATS["fp8-block"], "llama", tmp_path, change=_plain(module))
     plan = build_plan(tmp_path, load=CPU)
-    assert not plan.problems and plan.quantization is not None
-    assert plan.quantization.undeclared == (module,)
+    assert not plan.problems and plan.model.quantization is not None
+    assert plan.model.quantization.undeclared == (module,)
 
 
 def test_router_gates_norms_and_embeddings_stay_plain(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_router_gates_norms_and_embeddings_stay_plain(tmp_path: Path) -> None:
     make(FORMATS["fp8-block"], "qwen3_moe", tmp_path, change=change)
     plan = build_plan(tmp_path, load=CPU)
     assert not plan.problems
-    plain = {param.name for param in plan.params if param.dtype in ("float32", "bfloat16") and "scale" not in param.name}
+    plain = {param.name for param in plan.model.params if param.dtype in ("float32", "bfloat16") and "scale" not in param.name}
     assert all("norm" in name or name in ("embed.weight", "lm_head.weight") or "router" in name for name in plain)
     skipped = {one.raw: one.reason for one in plan.skipped}
     assert len(skipped) == 3 and all("KV cache" in reason for reason in skipped.values())

@@ -11,12 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
-from rtp_llm import LoadConfig, ParallelConfig, load_model
+from rtp_llm import LoadConfig, load_model
 from rtp_llm.cli import main
 from rtp_llm.kernels.paging import SAFE_PAGE, HostRows, PagedRows
 from rtp_llm.layers.cache import CacheSize, PagedCache
-from rtp_llm.loader.draft import draft
-from rtp_llm.parallel.groups import Groups
 from rtp_llm.runtime import graphs
 from rtp_llm.runtime.generation import Generation, Request, cache_size, generate_all
 from rtp_llm.runtime.graphs import Capture, GraphDecoder, Work, batch_sizes, call_again, decoding, unrecordable
@@ -25,6 +23,7 @@ from tests.models.reference import distance, make, token_ids
 from tests.moe import variants as experts
 from tests.quantization.formats import FORMATS
 from tests.quantization.formats import make as make_format
+from tests.support.plans import prepared
 from tests.support.ranks import run_ranks
 from tests.support.tiny import save_tiny_llama
 
@@ -140,7 +139,7 @@ def test_a_pass_that_fails_leaves_the_cache(tmp_path: Path) -> None:
 
 def meta_step(folder: Path) -> torch.Tensor:
     """Logits of a decode step of a model without memory: whatever asks the host for a value of a tensor fails there."""
-    model: Any = draft(folder, ParallelConfig(), LoadConfig(dtype="bfloat16"), Groups(), "cpu").model
+    model: Any = prepared(folder, LoadConfig(device="cpu", dtype="bfloat16")).model
     cache = model.cache_of(CacheSize(4, 8, 64))
     nobody = HostRows(1, (), (), torch.empty(0, cache.width, dtype=torch.int32)).padded(4, cache.width, cache.spare)
     meta = torch.device("meta")
@@ -169,7 +168,7 @@ def test_quantised_experts_ask_the_host(tmp_path: Path) -> None:
     make_format(FORMATS["fp8-block"], "qwen3_moe", tmp_path)
     with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
         meta_step(tmp_path)
-    model = draft(tmp_path, ParallelConfig(), LoadConfig(dtype="bfloat16"), Groups(), "cpu").model
+    model = prepared(tmp_path, LoadConfig(device="cpu", dtype="bfloat16")).model
     assert "one by one" in unrecordable(model, torch.device("cuda"))
 
 

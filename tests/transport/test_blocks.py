@@ -177,7 +177,7 @@ class Device(Collect):
         super().__init__(plan, direct)
         flat = torch.cat([memory.reshape(-1) for memory in self.memory.values()])
         sizes = [memory.numel() for memory in self.memory.values()]
-        self.memory = {p.name: part.view(p.shape) for p, part in zip(plan.params, flat.split_with_sizes(sizes), strict=True)}
+        self.memory = {p.name: part.view(p.shape) for p, part in zip(plan.model.params, flat.split_with_sizes(sizes), strict=True)}
         self._all = Memory(flat.view(torch.uint8), None)
 
     def direct(self, part: Delivery) -> Place | None:

@@ -14,10 +14,9 @@ from safetensors.torch import save_file
 
 from rtp_llm.checkpoint import read_catalog
 from rtp_llm.checkpoint.dtypes import DTYPES
-from rtp_llm.config import ParallelConfig
 from rtp_llm.errors import TransportError
 from rtp_llm.plan.boxes import Box, view
-from rtp_llm.plan.join import join
+from rtp_llm.plan.budget import transient_bytes
 from rtp_llm.plan.ops import Deinterleave, Op, Transpose
 from rtp_llm.plan.pieces import ParamSpec, Piece
 from rtp_llm.plan.plan import Delivery, LoadPlan
@@ -25,13 +24,14 @@ from rtp_llm.plan.rules import Mapping, Rule
 from rtp_llm.transport.interface import Memory, Moved, Place, Quiet
 from rtp_llm.transport.scratch.files import Files
 from rtp_llm.transport.scratch.reader import ScratchTransport
+from tests.support.plans import joined
 
 
 class Collect:
     """A sink that keeps what it is given, and can ask for bytes directly."""
 
     def __init__(self, plan: LoadPlan, direct: bool) -> None:
-        self.memory = {p.name: torch.zeros(p.shape, dtype=getattr(torch, p.dtype)) for p in plan.params}
+        self.memory = {p.name: torch.zeros(p.shape, dtype=getattr(torch, p.dtype)) for p in plan.model.params}
         self._direct = direct
 
     def direct(self, part: Delivery) -> Place | None:
@@ -66,7 +66,7 @@ def plan_for(directory: Path, boxes: dict[str, Box], ops: tuple[Op, ...] = ()) -
         piece = Piece(info.name, shape, box, tuple((0, n) for n in local))
         specs.append(ParamSpec(info.name, local, str(DTYPES[info.dtype].torch_name), (piece,)))
     mapping = Mapping(tuple(Rule(t.name, t.name, ops) for t in catalog.tensors))
-    plan = join(catalog, mapping, specs, architecture="A", family="a", parallel=ParallelConfig(), dtype="float32", bytes_staging=0)
+    plan = joined(catalog, mapping, specs)
     plan.raise_for_problems()
     return plan
 
@@ -235,7 +235,7 @@ def test_one_tensor_at_a_time_is_held_whole(tmp_path: Path) -> None:
     sink = Slow(plan, True)
     deliver(plan, tmp_path, sink, 1024, threads=4)
     assert max(most) == 1 and len(most) == 8
-    assert plan.bytes_transient == 2 * 64 * 64 * 4
+    assert transient_bytes(plan.deliveries) == 2 * 64 * 64 * 4
     assert all(torch.equal(sink.memory[name], Deinterleave(2).apply(t)) for name, t in tensors.items())
 
 
@@ -244,7 +244,7 @@ def test_files_are_closed(tmp_path: Path) -> None:
     plan = whole_plan(tmp_path)
     before = len(os.listdir("/proc/self/fd"))
     deliver(plan, tmp_path, Collect(plan, True), 512)
-    with pytest.raises(KeyError), Files(str(tmp_path), plan.files) as files:
-        files.scatter(plan.tensors[0], plan.tensors[0].start, [memoryview(bytearray(4))], 4)
+    with pytest.raises(KeyError), Files(str(tmp_path), plan.catalog.files) as files:
+        files.scatter(plan.catalog.tensors[0], plan.catalog.tensors[0].start, [memoryview(bytearray(4))], 4)
         raise KeyError
     assert len(os.listdir("/proc/self/fd")) == before

@@ -18,13 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from rtp_llm import LoadConfig, ParallelConfig, load_model
+from rtp_llm import LoadConfig, load_model
 from rtp_llm.errors import CheckpointError, TransportError
 from rtp_llm.loader import load as loading
-from rtp_llm.loader.choose import choose
-from rtp_llm.loader.draft import draft
-from rtp_llm.parallel.groups import groups_at
-from rtp_llm.parallel.world import World
+from rtp_llm.loader.budget import select_transport
+from rtp_llm.loader.context import planning_context
+from rtp_llm.loader.prepare import prepare
 from rtp_llm.transport.interface import Moved
 from rtp_llm.transport.scratch import staging as staging_module
 from rtp_llm.transport.scratch import team as team_module
@@ -158,8 +157,8 @@ def test_a_load_that_cannot_be_planned_leaves_no_thread(tmp_path: Path) -> None:
 def test_they_start_before_the_load_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one, which fetches the others; and it is they who read it: nobody else does."""
     directory, seen = save_tiny_llama(tmp_path / "llama"), []
-    plan, read = loading.draft, os.preadv
-    monkeypatch.setattr(loading, "draft", lambda *args: (seen.append(set(readers())), plan(*args))[1])
+    plan, read = loading.prepare, os.preadv
+    monkeypatch.setattr(loading, "prepare", lambda *args: (seen.append(set(readers())), plan(*args))[1])
     monkeypatch.setattr(os, "preadv", lambda *args: (seen.append({threading.current_thread().name}), read(*args))[1])
     load_model(directory, load=LoadConfig(device="cpu", reader_threads=3, kernels="torch"))
     team = {f"rtp_llm-read-{number}" for number in range(3)}
@@ -169,11 +168,9 @@ def test_they_start_before_the_load_is_planned(tmp_path: Path, monkeypatch: pyte
 
 def test_a_team_that_is_not_needed_is_dismissed(tmp_path: Path) -> None:
     """Another transport is chosen: threads and buffers are gone before it counts the memory that is left."""
-    directory, place = save_tiny_llama(tmp_path / "llama"), ParallelConfig()
-    load = LoadConfig(device="cpu", load_method="fastsafetensors")
-    drafted, world = draft(directory, place, load, groups_at(place), "cpu"), World(timeout_s=30)
-    with Team[Moved](CPU, 2, 64) as team, world.watch() as watch:
-        chosen = choose(drafted, CPU, load, world, watch, team)
+    context = planning_context(save_tiny_llama(tmp_path / "llama"), settings=LoadConfig(device="cpu", load_method="fastsafetensors"))
+    with Team[Moved](CPU, 2, 64) as team:
+        chosen = select_transport(context, prepare(context), team)
         assert (chosen.decision.method, readers()) == ("fastsafetensors", [])
 
 

@@ -44,7 +44,7 @@ def export(context: click.Context, /, checkpoint: str, out: str, **flags: Any) -
 
 def _prepare(checkpoint: str, out: str) -> None:
     """Refuses a directory that cannot be written to before minutes are spent on loading."""
-    from rtp_llm.loader.files_out import check_room
+    from rtp_llm.loader.export.files import check_room
 
     check_room(Path(out), checkpoint, 0)
 

@@ -31,16 +31,18 @@ def plan(context: click.Context, /, checkpoint: str, **flags: Any) -> int:
     settings = resolve(flags, os.environ)
     check_checkpoint(checkpoint)
 
-    from rtp_llm.loader import build_plan
-    from rtp_llm.loader.draft import planned_device
-    from rtp_llm.loader.predict import predictions
-    from rtp_llm.plan.views import memory_json, plan_json
+    from rtp_llm.loader.budget.budget import predictions
+    from rtp_llm.loader.context import planning_context
+    from rtp_llm.loader.prepare import prepare
+    from rtp_llm.plan.views import plan_json
 
-    made = build_plan(Path(checkpoint), parallel=settings.parallel, load=settings.load)
-    by_transport = {name: memory_json(plan) for name, plan in predictions(made, settings.load, planned_device(settings.load))}
-    document = plan_json(made) | {"transports": by_transport, "problems": [problem.to_json() for problem in made.problems]}
-    output_of(context).emit(document, lambda: _text(document, made.problems))
-    return 1 if made.problems else 0
+    planning = planning_context(Path(checkpoint), settings.parallel, settings.load)
+    prepared = prepare(planning)
+    budgets, problems = list(predictions(planning, prepared)), prepared.plan.problems
+    by_transport = {budget.transport: budget.to_json() for budget in budgets}
+    document = plan_json(prepared.plan, budgets[0]) | {"transports": by_transport, "problems": [problem.to_json() for problem in problems]}
+    output_of(context).emit(document, lambda: _text(document, problems))
+    return 1 if problems else 0
 
 
 def _text(document: dict[str, Any], problems: tuple[Problem, ...]) -> None:

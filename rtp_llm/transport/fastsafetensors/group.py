@@ -51,7 +51,7 @@ class GroupTransport:
 
     def deliver(self, plan: LoadPlan, sink: Sink, progress: Progress, check: Callable[[], None]) -> Moved:
         agree(self._watch, digest(self._lines()), self._lines)
-        witness = Witness(self._means.directory, plan.files)
+        witness = Witness(self._means.directory, plan.catalog.files)
         reader, reason = self._open(witness)
         self._go_on_together(reason)
         assert reader is not None

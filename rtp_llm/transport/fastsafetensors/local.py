@@ -88,7 +88,7 @@ class LocalTransport:
     def deliver(self, plan: LoadPlan, sink: Sink, progress: Progress, check: Callable[[], None]) -> Moved:
         means = self._means
         hand = Hand(plan, sink, means.device)
-        witness = Witness(means.directory, plan.files)
+        witness = Witness(means.directory, plan.catalog.files)
         reader = open_chunks(means, self._chunks, witness, overlap=True)
         with Ending(reader.close, witness):
             while (item := reader.next()) is not None:

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from rtp_llm.config.load import StackedMode
+from rtp_llm.plan.budget import held_bytes
 from rtp_llm.plan.plan import Delivery, LoadPlan
-from rtp_llm.plan.room import held_bytes
 from rtp_llm.transport.fastsafetensors.sequence import (
     Chunk,
     Piece,

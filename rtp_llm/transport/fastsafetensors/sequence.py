@@ -110,7 +110,7 @@ def local_pieces(plan: LoadPlan, kinds: Mapping[str, Split], most_bytes: int) ->
 
 def common_pieces(plan: LoadPlan, kinds: Mapping[str, Split], most_bytes: int) -> Iterator[Piece]:
     """What all ranks together need: every tensor that provides anything, the same on every rank."""
-    for tensor in in_file_order(t for t in plan.tensors if t.name in kinds and t.nbytes):
+    for tensor in in_file_order(t for t in plan.catalog.tensors if t.name in kinds and t.nbytes):
         yield from _pieces(tensor, kinds[tensor.name], [next(iter(whole(tensor.shape)), (0, 1))], most_bytes)
 
 
@@ -252,4 +252,4 @@ def group_order(plan: LoadPlan, mode: StackedMode, most_bytes: int, world: int) 
     small = _message_bytes(most_bytes)
     pieces = common_pieces(plan, splits(plan.slots, mode), small)
     parts = chunks(messages(pieces, small, experts_alone=True), most_bytes)
-    return tuple(rounds([f.name for f in plan.files], parts, world))
+    return tuple(rounds([f.name for f in plan.catalog.files], parts, world))

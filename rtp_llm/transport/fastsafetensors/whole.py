@@ -48,17 +48,17 @@ class WholeTransport:
     def staging_bytes(self, plan: LoadPlan) -> int:
         """Device memory beside the parameters: files as the wheel's queue holds them, and one tensor that it yields."""
         files: Counter[str] = Counter()
-        for tensor in plan.tensors:
+        for tensor in plan.catalog.tensors:
             files[tensor.file] += tensor.nbytes
         sizes = [files[name] for name in sorted(files)]
         depth = self._means.config.depth
         most = max((sum(sizes[i : i + depth]) for i in range(len(sizes))), default=0)
-        return most + max((t.nbytes for t in plan.tensors), default=0)
+        return most + max((t.nbytes for t in plan.catalog.tensors), default=0)
 
     def deliver(self, plan: LoadPlan, sink: Sink, progress: Progress, check: Callable[[], None]) -> Moved:
         hand = Hand(plan, sink, self._means.device)
-        witness = Witness(self._means.directory, plan.files)
-        for file in plan.files:
+        witness = Witness(self._means.directory, plan.catalog.files)
+        for file in plan.catalog.files:
             witness.about(Chunk(file.name, 0, file.size, (_nothing(plan, file.name),)))
         stacked = self._stacked(plan)
         with witness.watching():
@@ -77,7 +77,7 @@ class WholeTransport:
                 settled(self._means.device)
                 del item
             del weights
-        read = sum(t.nbytes for t in plan.tensors)
+        read = sum(t.nbytes for t in plan.catalog.tensors)
         left = tuple(d for d in plan.deliveries if d.nbytes and not _came(d.tensor.name, d.raw_box, got))
         if not left:
             return Moved(read, hand.kept_bytes, 0, hand.kept_bytes)
@@ -98,7 +98,7 @@ class WholeTransport:
             options[self._capabilities.copyout_filter] = frozenset(_keys(plan, stacked)).__contains__
         if self._capabilities.stacked_split is not None and stacked:
             options[self._capabilities.stacked_split] = dict(stacked)
-        paths = [os.path.join(self._means.directory, f.name) for f in plan.files]
+        paths = [os.path.join(self._means.directory, f.name) for f in plan.catalog.files]
         return importlib.import_module(PACKAGE).AutoLoader(None, paths, **options)
 
     def _fits(self, loader: Any, plan: LoadPlan) -> None:
@@ -137,5 +137,5 @@ def _escaped(name: str) -> str:
 
 def _nothing(plan: LoadPlan, file: str) -> Message:
     """Stands for all of a file, to say which tensor comes first where it cannot be read."""
-    first = min((t for t in plan.tensors if t.file == file), key=lambda t: t.start)
+    first = min((t for t in plan.catalog.tensors if t.file == file), key=lambda t: t.start)
     return Message((Piece(first, whole(first.shape), first.start, first.stop, Split.NEVER),))

@@ -61,7 +61,7 @@ class ScratchTransport:
         whole = threading.Lock()
 
         def read(staging: Staging) -> Moved:
-            files = Files(self._directory, plan.files)
+            files = Files(self._directory, plan.catalog.files)
             return _Reader(files, sink, progress, self._device, self._buffer_bytes, self._most_gap, whole).run(work, check, staging)
 
         def prepare() -> None:

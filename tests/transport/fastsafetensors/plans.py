@@ -12,21 +12,20 @@ from safetensors.torch import save_file
 from rtp_llm.checkpoint import read_catalog
 from rtp_llm.checkpoint.catalog import TensorInfo
 from rtp_llm.checkpoint.dtypes import DTYPES
-from rtp_llm.config import ParallelConfig
 from rtp_llm.plan.boxes import Box, extent, view, whole
-from rtp_llm.plan.join import join
 from rtp_llm.plan.ops import Op
 from rtp_llm.plan.pieces import ParamSpec, Piece
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.plan.rules import Mapping, Rule
 from rtp_llm.transport.interface import Place
+from tests.support.plans import joined
 
 
 class Collect:
     """A sink that keeps what it is given, and counts how often."""
 
     def __init__(self, plan: LoadPlan) -> None:
-        self.memory = {p.name: torch.zeros(p.shape, dtype=getattr(torch, p.dtype)) for p in plan.params}
+        self.memory = {p.name: torch.zeros(p.shape, dtype=getattr(torch, p.dtype)) for p in plan.model.params}
         self.placed = 0
 
     def direct(self, part: Delivery) -> Place | None:
@@ -60,7 +59,7 @@ def plan_for(directory: Path, box_of: Callable[[TensorInfo], Box], ops: tuple[Op
         local = extent(box)
         specs.append(ParamSpec(info.name, local, str(DTYPES[info.dtype].torch_name), (Piece(info.name, shape, box, whole(local)),)))
     mapping = Mapping(tuple(Rule(t.name, t.name, ops) for t in catalog.tensors))
-    plan = join(catalog, mapping, specs, architecture="A", family="a", parallel=ParallelConfig(), dtype="float32", bytes_staging=0)
+    plan = joined(catalog, mapping, specs)
     plan.raise_for_problems()
     return plan
 

@@ -179,7 +179,7 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1 << 20)}, tmp_path / "model.safetensors")
     plan = plan_for(tmp_path, everything)
     chunks = local_chunks(plan, StackedMode.PER_EXPERT, 1 << 23)
-    witness = Witness(str(tmp_path), plan.files)
+    witness = Witness(str(tmp_path), plan.catalog.files)
     witness.about(chunks[0])
     os.truncate(tmp_path / "model.safetensors", 1000)
     with pytest.raises(TransportError, match=r"FILE_CHANGED.*found 1000 bytes"), witness.watching():
@@ -190,7 +190,7 @@ def test_a_failure_with_sound_files_is_the_packages(tmp_path: Path) -> None:
     """And holds no reference to what it raised."""
     save_file({"a": torch.zeros(9)}, tmp_path / "model.safetensors")
     plan = plan_for(tmp_path, everything)
-    witness = Witness(str(tmp_path), plan.files)
+    witness = Witness(str(tmp_path), plan.catalog.files)
     witness.about(local_chunks(plan, StackedMode.PER_EXPERT, 1 << 20)[0])
     with pytest.raises(FastsafetensorsFailure, match="RuntimeError: undefined symbol"), witness.watching():
         raise RuntimeError("undefined symbol: cuFileRead")
@@ -210,7 +210,7 @@ def test_direct_reads_leave_the_page_cache_alone(tmp_path: Path, direct: bool, m
     if pagecache.cached_bytes(file) == size:
         pytest.fail("this file system keeps what it was told to drop: run the tests with TMPDIR on a disk")
     chunks = local_chunks(plan, StackedMode.PER_EXPERT, 1 << 20)
-    reader = open_chunks(means(tmp_path, direct={file.name: direct}), chunks, Witness(str(tmp_path), plan.files), overlap=True)
+    reader = open_chunks(means(tmp_path, direct={file.name: direct}), chunks, Witness(str(tmp_path), plan.catalog.files), overlap=True)
     while reader.next() is not None:
         pass
     reader.close()
@@ -232,9 +232,9 @@ def test_stacked_tensors_are_cut_between_experts(tmp_path: Path) -> None:
     order = group_order(plan, StackedMode.PER_EXPERT, 1 << 20, 2)
     parts = [m for _, chunk in order for m in chunk.messages if m.pieces[0].tensor.name in stacked]
     assert all(len(m.pieces) == 1 and m.pieces[0].box[0][1] - m.pieces[0].box[0][0] == 1 for m in parts)
-    assert len(parts) == sum(t.shape[0] for t in plan.tensors if t.name in stacked)
+    assert len(parts) == sum(t.shape[0] for t in plan.catalog.tensors if t.name in stacked)
     whole = group_order(plan, StackedMode.FULL_STACKED, 1 << 20, 2)
     pieces = [p for _, chunk in whole for m in chunk.messages for p in m.pieces if p.tensor.name in stacked]
     assert len(pieces) == len(stacked)
     local = [p for chunk in local_chunks(plan, StackedMode.PER_EXPERT, 1 << 20) for m in chunk.messages for p in m.pieces]
-    assert {p.box[0][0] for p in local if p.tensor.name in stacked} == set(plan.experts[0].held[1])
+    assert {p.box[0][0] for p in local if p.tensor.name in stacked} == set(plan.model.experts[0].held[1])

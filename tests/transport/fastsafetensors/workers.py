@@ -124,18 +124,18 @@ def count(settings: dict[str, Any], directory: str) -> dict[str, Any]:
     from rtp_llm.loader import load as load_module
     from tests.transport.fastsafetensors.counting import Counting
 
-    move = load_module._move
+    move = load_module.fill_parameters
     counting = Counting()
 
     def counted(*args: Any) -> Any:
         with counting:
             return move(*args)
 
-    load_module._move = counted
+    load_module.fill_parameters = counted
     try:
         return load(directory, **settings) | {"peak": counting.peak}
     finally:
-        load_module._move = move
+        load_module.fill_parameters = move
 
 
 def rank_loads(cases: list[tuple[str, dict[str, Any]]], counted: bool = False) -> list[dict[str, Any]]:
@@ -200,14 +200,14 @@ def rank_fault(directories: list[str], fault: str, marks: str, timeout_s: float)
     """A load in which one rank is unlike the others or comes to harm; each notes when it has ended, and why."""
     from rtp_llm import LoadConfig, load_model
     from rtp_llm.errors import RtpLlmError
-    from rtp_llm.loader import choose
+    from rtp_llm.loader.budget import transport
     from rtp_llm.transport.fastsafetensors import pipeline
 
     rank = int(os.environ["RANK"])
     harmed = rank == 1
     if harmed and fault == "order":
-        in_order = choose.order_of
-        choose.order_of = lambda *args: tuple(reversed(in_order(*args)))
+        in_order = transport.order_of
+        transport.order_of = lambda *args: tuple(reversed(in_order(*args)))
     if harmed and fault in ("killed", "cut", "frozen"):
         harm_reads(pipeline.ChunkReader, fault, Path(directories[rank]), Path(marks))
     try:

@@ -29,9 +29,9 @@ def allocate(model: nn.Module, plan: LoadPlan, device: torch.device) -> dict[str
     Returns the parameters by name; their content, padding apart, is undefined until it is delivered.
     """
     if device.type == "cuda":
-        _reserve(plan.params, device)
+        _reserve(plan.model.params, device)
     params: dict[str, nn.Parameter] = {}
-    for spec in plan.params:
+    for spec in plan.model.params:
         prefix, _, attribute = spec.name.rpartition(".")
         memory = _memory(spec, device)
         params[spec.name] = nn.Parameter(memory, requires_grad=False)

@@ -13,42 +13,12 @@ from rtp_llm.layers.quantised import WEIGHT, Quantisable
 from rtp_llm.plan.plan import LoadPlan
 from rtp_llm.quantization.faults import QuantizationError
 from rtp_llm.quantization.forms import Matrix
-from rtp_llm.quantization.kernels import choose_kernel, product_bytes
+from rtp_llm.quantization.kernels import choose_kernel
 from rtp_llm.quantization.limits import Look, holds
 from rtp_llm.quantization.scaled import Scaled
 from rtp_llm.quantization.scheme import values_of
 
 _log = logging.getLogger("rtp_llm.loader")
-
-#: What looking for what is wrong takes at most for one value: a float32 copy, its absolute value or comparison, and a mask.
-_BYTES_A_VALUE = 12
-
-
-def finish_bytes(model: nn.Module, device_type: str) -> int:
-    """The most that :func:`finish` takes beside the parameters, on the device: for the largest tensor that is checked, and for what
-    all products on codes need, which stays.
-
-    Codes of eight bits are not looked at one by one; what is checked is scales, indices, and codes of fewer bits.
-    """
-    most = products = 0
-    for layer in model.modules():
-        if isinstance(layer, Quantisable):
-            held = layer.held.get(WEIGHT)
-            if held is not None and device_type == "cuda":
-                products += product_bytes(held.scheme, getattr(layer, held.scheme.forms[0].name).shape)
-            for held in layer.held.values():
-                narrow = isinstance(held.scheme, Scaled) and held.scheme.bits < 8
-                for laid in held.laid.values():
-                    if laid.form is not held.scheme.forms[0] or narrow:
-                        most = max(most, max(_volume(box) for box in laid.boxes))
-    return _BYTES_A_VALUE * most + products
-
-
-def _volume(box: tuple[tuple[int, int], ...]) -> int:
-    n = 1
-    for a, b in box:
-        n *= b - a
-    return n
 
 
 def finish(model: nn.Module, plan: LoadPlan) -> None:
@@ -75,7 +45,7 @@ def finish(model: nn.Module, plan: LoadPlan) -> None:
 
 
 def _problems(layer: Quantisable, plan: LoadPlan) -> Iterator[Problem]:
-    files = {tensor.name: tensor.file for tensor in plan.tensors}
+    files = {tensor.name: tensor.file for tensor in plan.catalog.tensors}
     for matrix, found in layer.findings():
         source = plan.slots.get(f"{matrix.slot}.{found.tensor}", plan.slots.get(f"{matrix.slot}.weight"))
         tensor = None if source is None else source.raw

@@ -16,23 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtp_llm.loader.placement import Placement
+from rtp_llm.loader.context import step_bytes
+from rtp_llm.loader.fill.placement import Placement
 from rtp_llm.plan.boxes import Box, Shape, extent, view, volume
+from rtp_llm.plan.budget import staged_deliveries
 from rtp_llm.plan.making import Stage
 from rtp_llm.plan.plan import Delivery, LoadPlan
-from rtp_llm.plan.room import staged_deliveries
 from rtp_llm.transport.interface import Place
 from rtp_llm.transport.scratch.staging import in_huge_pages
-
-#: Bytes of float32 that a tensor is quantised in at a time.  On the CPU what a core's cache holds: larger steps take up to three
-#: times as long.  On a GPU enough that launches do not count.
-_STEP_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
-
-
-def step_bytes(device_type: str) -> int:
-    """Working memory for making parameters of a tensor."""
-    return _STEP_BYTES["cpu" if device_type == "cpu" else "cuda"]
-
 
 #: From this size on, memory on the CPU is mapped and not from the heap, which keeps up to 64 MiB of it for each thread once it has been
 #: given back (mallopt(3), M_MMAP_THRESHOLD: it grows with what is freed): so much more than is held at a time.

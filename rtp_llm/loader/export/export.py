@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rtp_llm.checkpoint import DTYPES, TensorInfo
 from rtp_llm.errors import PlanError, Problem
-from rtp_llm.loader.files_out import check_room, completed, copy_companions, header_bytes, renamed, write_index
+from rtp_llm.loader.export.files import check_room, completed, copy_companions, header_bytes, renamed, write_index
 from rtp_llm.loader.load import LoadedModel
 from rtp_llm.parallel.watch import Watch
 from rtp_llm.parallel.wire import as_bytes, receive_bytes, send_bytes
@@ -57,7 +57,7 @@ def export_checkpoint(loaded: LoadedModel, directory: str | os.PathLike[str]) ->
     with world.watch(together=False) as watch:
         _refuse_lossy(plan)
         if world.rank == 0:
-            check_room(out, loaded.directory, sum(t.nbytes for t in plan.tensors))
+            check_room(out, loaded.directory, sum(t.nbytes for t in plan.catalog.tensors))
         mine = json.dumps([(d.slot, d.slot_box) for d in plan.deliveries]).encode()
         schedule = _schedule(plan, [json.loads(text) for text in watch.exchange(mine)])
         with host_group(world, watch) if world.size > 1 else nullcontext() as group:
@@ -71,7 +71,7 @@ def export_checkpoint(loaded: LoadedModel, directory: str | os.PathLike[str]) ->
 
 
 def _refuse_lossy(plan: LoadPlan) -> None:
-    dtypes = {p.name: p.dtype for p in plan.params}
+    dtypes = {p.name: p.dtype for p in plan.model.params}
     lost = [d for d in plan.deliveries if _holder(d, dtypes) is None]
     plain = [(d, target.param) for d in lost for target in d.targets if target.param in dtypes]
     made = {d.tensor.name: d for d in lost if all(target.param not in dtypes for target in d.targets)}
@@ -141,13 +141,13 @@ class _Exporter:
     def __init__(self, loaded: LoadedModel, watch: Watch, group: dist.ProcessGroup | None, schedule: dict[str, tuple[_Part, ...]]) -> None:
         self._loaded, self._watch, self._group, self._schedule = loaded, watch, group, schedule
         self._params = {name: p.data for name, p in loaded.model.named_parameters()}
-        dtypes = {p.name: p.dtype for p in loaded.plan.params}
+        dtypes = {p.name: p.dtype for p in loaded.plan.model.params}
         self._mine = {(d.slot, d.slot_box): _holder(d, dtypes) for d in loaded.plan.deliveries}
         self._by_raw: defaultdict[str, list[tuple[str, Source]]] = defaultdict(list)
         for slot, source in loaded.plan.slots.items():
             self._by_raw[source.raw].append((slot, source))
         self._by_file: defaultdict[str, list[TensorInfo]] = defaultdict(list)
-        for tensor in sorted(loaded.plan.tensors, key=lambda t: (t.file, t.start, t.name)):
+        for tensor in sorted(loaded.plan.catalog.tensors, key=lambda t: (t.file, t.start, t.name)):
             self._by_file[tensor.file].append(tensor)
 
     def send(self) -> None:
@@ -175,7 +175,7 @@ class _Exporter:
                     for tensor in tensors:
                         content = self._assembled(tensor) if tensor.name in self._by_raw else _copied(tensor, source)
                         file.write(as_bytes(content).numpy().data)
-        write_index(out, catalog, {t.name: names[t.file] for t in self._loaded.plan.tensors})
+        write_index(out, catalog, {t.name: names[t.file] for t in self._loaded.plan.catalog.tensors})
         copy_companions(catalog, out)
 
     def _assembled(self, tensor: TensorInfo) -> torch.Tensor:

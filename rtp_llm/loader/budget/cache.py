@@ -2,55 +2,50 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from rtp_llm.errors import PlanError, Problem
 from rtp_llm.layers.cache import CacheSize
-from rtp_llm.loader.memory import free_bytes
-from rtp_llm.loader.preflight import host
-from rtp_llm.parallel.watch import Watch
+from rtp_llm.loader.budget.memory import free_bytes
+from rtp_llm.loader.budget.preflight import shared_devices
+from rtp_llm.loader.context import LoadContext
+from rtp_llm.loader.prepare import Prepared
 from rtp_llm.plan.faults import PlanFault
-from rtp_llm.plan.plan import LoadPlan
 
 _log = logging.getLogger("rtp_llm.loader")
 
 
-def check_cache(size: CacheSize, model: Any, plan: LoadPlan, device: torch.device, watch: Watch, free: int | None = None) -> None:
-    """Refuses a cache of ``size`` for a causal ``model`` (on the meta device) that does not fit beside its weights.
+def check_cache(context: LoadContext, size: CacheSize, prepared: Prepared, free: int | None = None) -> None:
+    """Refuses a KV cache of ``size`` that does not fit beside the weights of a causal model.
 
     ``free``: bytes that this rank may take; asked of the device unless given.  Ranks that share a device are added up.
 
     Raises:
         PlanError: the same on every rank, with a problem for each device that is too small, which names sizes that fit.
     """
+    model: Any = prepared.model
 
     def nbytes(size: CacheSize) -> int:
         return size.nbytes(model.cache_shapes, model.dtype)
 
-    free = free_bytes(device) if free is None else free
     _log.info("preflight: KV cache %d bytes (%d sequences, %d pages) beside the weights", nbytes(size), size.slots, size.pages)
-    mine = {"device": f"{host()}/{device}", "weights": plan.bytes_resident, "cache": nbytes(size), "free": free}
-    asked = [json.loads(text) for text in watch.exchange(json.dumps(mine).encode())]
+    needs = {"weights": prepared.plan.bytes_resident, "cache": nbytes(size)}
+    free = free_bytes(context.device) if free is None else free
     problems = []
-    for place in sorted({a["device"] for a in asked}):
-        sharing = [rank for rank, a in enumerate(asked) if a["device"] == place]
-        weights, cache = (sum(asked[rank][what] for rank in sharing) for what in ("weights", "cache"))
-        least = min(asked[rank]["free"] for rank in sharing)
-        if weights + cache > least:
+    for device in shared_devices(context.watch, context.device, needs, free):
+        weights, cache = device.total("weights"), device.total("cache")
+        if device.short:
             problems.append(
                 Problem(
                     PlanFault.OUT_OF_MEMORY,
-                    f"the weights and the KV cache do not fit on {place.rpartition('/')[2]}",
-                    rank=sharing[0],
+                    f"the weights and the KV cache do not fit on {device.name}",
+                    rank=device.ranks[0],
                     expected=f"{weights} bytes of weights and {cache} of cache ({size.slots} sequences of up to {size.max_length} tokens),"
-                    f" for {len(sharing)} rank(s)",
-                    actual=f"{least} bytes free",
-                    fix=_fix(size, nbytes, (least - weights) // len(sharing)),
+                    f" for {len(device.ranks)} rank(s)",
+                    actual=f"{device.free} bytes free",
+                    fix=_fix(size, nbytes, (device.free - weights) // len(device.ranks)),
                 )
             )
     if problems:

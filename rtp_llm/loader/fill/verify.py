@@ -13,13 +13,13 @@ from torch import nn
 
 from rtp_llm.checkpoint.torch_file import nesting_keys
 from rtp_llm.errors import Problem, TransportError
-from rtp_llm.loader.stages import step_bytes
+from rtp_llm.loader.context import step_bytes
 from rtp_llm.plan.boxes import Box, extent, view, whole
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.transport.faults import TransportFault
 
 
-def verify(model: nn.Module, plan: LoadPlan, directory: str) -> int:
+def verify(model: nn.Module, plan: LoadPlan) -> int:
     """Compares every place of every parameter, bit for bit, with what a second reader finds for it.
 
     The reader holds one whole tensor at a time in host memory.
@@ -34,10 +34,10 @@ def verify(model: nn.Module, plan: LoadPlan, directory: str) -> int:
     by_file: defaultdict[str, list[Delivery]] = defaultdict(list)
     for delivery in plan.deliveries:
         by_file[delivery.tensor.file].append(delivery)
-    formats = {f.name: f.format for f in plan.files}
+    formats = {f.name: f.format for f in plan.catalog.files}
     problems, compared = [], 0
     for file, deliveries in by_file.items():
-        with _opened(os.path.join(directory, file), formats[file]) as get:
+        with _opened(os.path.join(plan.catalog.directory, file), formats[file]) as get:
             for delivery in deliveries:
                 source, slot = delivery.source, whole(delivery.source.slot_shape)
                 tensor = source.apply(view(get(delivery.tensor.name), source.pull(slot)), slot)

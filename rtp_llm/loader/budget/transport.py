@@ -1,0 +1,148 @@
+"""Which transport a load gets, and what happens when that fails."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from rtp_llm.loader.budget.budget import chunked_budget, scratch_budget
+from rtp_llm.loader.budget.facts import PageCache, combine_capabilities, combine_facts, find_facts
+from rtp_llm.loader.budget.memory import free_bytes
+from rtp_llm.loader.budget.preflight import preflight, shortages
+from rtp_llm.loader.context import LoadContext
+from rtp_llm.loader.prepare import Prepared
+from rtp_llm.plan.budget import Budget
+from rtp_llm.transport.fastsafetensors.config import EffectiveConfig, effective
+from rtp_llm.transport.fastsafetensors.group import GroupTransport
+from rtp_llm.transport.fastsafetensors.local import LocalTransport, Means
+from rtp_llm.transport.fastsafetensors.memory import order_of
+from rtp_llm.transport.fastsafetensors.probe import Tier, absent, probe
+from rtp_llm.transport.interface import Moved, Transport
+from rtp_llm.transport.policy import FASTSAFETENSORS, SCRATCH, Decision, asked_for, decide, decided
+from rtp_llm.transport.scratch.reader import ScratchTransport
+from rtp_llm.transport.scratch.team import Team
+
+_log = logging.getLogger("rtp_llm.loader")
+
+#: Threads of fastsafetensors where the settings name no number: its own default.
+_THREADS = 16
+#: Its device node (nvidia-fs): without it no GPUDirect storage, and a try closes the process's standard input.
+_GDS_NODE = Path("/dev/nvidia-fs0")
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedTransport:
+    """The transport, why, what it takes, and fastsafetensors' tier where that was asked for."""
+
+    transport: Transport
+    decision: Decision
+    budget: Budget
+    tier: Tier | None = None
+
+
+def reader_pool(context: LoadContext) -> AbstractContextManager[Team[Moved] | None]:
+    """The own reader's threads, which get ready while the load is planned; none where another transport was asked for."""
+    reader = context.reader
+    if context.settings.load_method == FASTSAFETENSORS:
+        return nullcontext()
+    return Team(context.device, reader.threads, reader.buffer_bytes)
+
+
+def scratch(context: LoadContext, prepared: Prepared, pool: Team[Moved] | None = None) -> ScratchTransport:
+    """The own reader, as the settings want it."""
+    reader = context.reader
+    return ScratchTransport(prepared.catalog.directory, context.device, reader.threads, reader.buffer_bytes, reader.gap_bytes, pool)
+
+
+def select_transport(context: LoadContext, prepared: Prepared, pool: Team[Moved] | None = None) -> SelectedTransport:
+    """Decides, on all ranks alike, logs the decision once, and makes sure that the load fits.
+
+    ``pool``: the own reader's; dismissed if it will not be used.
+
+    Raises:
+        PlanError: it does not fit, by any transport.
+        ConfigError: settings of fastsafetensors that are not allowed, whether or not it will be used.
+        ParallelError: the first error of any rank.
+    """
+    method = context.settings.load_method
+    if method == SCRATCH:
+        return _select_scratch(context, prepared, asked_for(context.mode), None, pool)
+    config = effective(context.settings)
+    gpudirect = context.device.type == "cuda" and config.copier in ("gds", "fgds") and _GDS_NODE.exists()
+    if config.copier == "gds" and not gpudirect and config.loader == "base":
+        config = replace(config, copier="nogds")
+    cache = PageCache(prepared.plan)
+    lack, facts = combine_facts(absent(), find_facts(context, prepared, config, gpudirect, cache), context.watch)
+    early = decided(method, context.mode, facts, lack)
+    if early is not None:
+        return _select_scratch(context, prepared, early, Tier.ABSENT if lack else None, pool)
+    if pool is not None:
+        pool.dismiss()
+    capabilities = combine_capabilities(probe(), context.watch)
+    decision = decide(method, context.mode, facts, capabilities)
+    if decision.method == SCRATCH:
+        return _select_scratch(context, prepared, decision, capabilities.tier)
+    transport, budget = _in_chunks(context, prepared, config, capabilities.tier, cache)
+    short = next(shortages(context, budget, _least_free(context.device, config)), None)
+    decision = decide(method, context.mode, facts, capabilities, None if short is None else short.what)
+    if decision.method == SCRATCH:
+        return _select_scratch(context, prepared, decision, capabilities.tier)
+    return _logged(context, SelectedTransport(transport, decision, budget, capabilities.tier))
+
+
+def fall_back(context: LoadContext, prepared: Prepared, failed: SelectedTransport, reason: str) -> SelectedTransport:
+    """What to go on with after fastsafetensors has failed with ``reason``; logs it."""
+    reasons = (*failed.decision.reasons, reason)
+    decision = replace(failed.decision, method=SCRATCH, level=logging.WARNING, degraded_reason=reason, reasons=reasons)
+    budget = scratch_budget(context, prepared)
+    return _logged(context, SelectedTransport(scratch(context, prepared), decision, budget, failed.tier))
+
+
+def _select_scratch(
+    context: LoadContext, prepared: Prepared, decision: Decision, tier: Tier | None, pool: Team[Moved] | None = None
+) -> SelectedTransport:
+    budget = scratch_budget(context, prepared)
+    selected = _logged(context, SelectedTransport(scratch(context, prepared, pool), decision, budget, tier))
+    preflight(context, budget)
+    return selected
+
+
+def _logged(context: LoadContext, selected: SelectedTransport) -> SelectedTransport:
+    if context.world.rank == 0:
+        _log.log(selected.decision.level, "%s", selected.decision.text)
+    return selected
+
+
+def _least_free(device: torch.device, config: EffectiveConfig) -> int:
+    """Bytes that a load may take: what is free, and no more than fastsafetensors' own budget."""
+    free = free_bytes(device)
+    return free if config.device_memory_budget is None else min(free, config.device_memory_budget)
+
+
+def _in_chunks(context: LoadContext, prepared: Prepared, config: EffectiveConfig, tier: Tier, cache: PageCache) -> tuple[Transport, Budget]:
+    plan, world, watch = prepared.plan, context.world, context.watch
+    # All ranks cut alike, whatever each has resident.
+    chunk_bytes = min(int(text) for text in watch.exchange(str(config.chunk_for(plan.bytes_resident)).encode()))
+    order = order_of(plan, context.mode, chunk_bytes, world.size)
+    budget = chunked_budget(context, prepared, order, world.rank, config)
+    threads = context.settings.reader_threads or _THREADS
+    means = Means(prepared.catalog.directory, context.device, config, threads, _around_cache(config, cache))
+    if world.size == 1:
+        return LocalTransport(means, tuple(chunk for _, chunk in order)), budget
+    terms = f"mode {context.mode.value} tier {tier.name} chunk {chunk_bytes} depth {config.depth}"
+    return GroupTransport(means, order, terms, world, watch), budget
+
+
+def _around_cache(config: EffectiveConfig, cache: PageCache) -> dict[str, bool]:
+    """For each file whether to read around the page cache: as the settings say, else where keeping the file would only drive out others.
+
+    Cached data is read 15 times slower around the cache than through it, and other data no faster (benchmark/fastsafetensors.md).
+    """
+    if config.direct is not None:
+        return dict.fromkeys(cache.sizes, config.direct)
+    crowded = cache.crowded()
+    return {name: crowded and cache.bytes[name] < size // 2 for name, size in cache.sizes.items()}
