@@ -18,7 +18,7 @@ from rtp_llm.layers.norm import LayerNorm
 from rtp_llm.models.reader import MAX_LAYERS, ConfigReader
 from rtp_llm.parallel.groups import Groups
 from rtp_llm.parallel.shard import Divides
-from rtp_llm.plan.rules import AnyRule, Mapping, Rule, Skip
+from rtp_llm.plan.rules import Mapping, Rule, Skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ _PARAMETERS = ("weight", "bias")
 def encoder_mapping(config: EncoderConfig, heads: Iterable[str]) -> Mapping:
     """``heads``: tensors of heads on top of the encoder, by template, which an embedding model does not run."""
     at = config.prefix
-    rules: list[AnyRule] = [Rule(f"{at}embeddings.{raw}.weight", f"{slot}.weight") for raw, slot in _TABLES.items()]
+    rules: list[Rule] = [Rule(f"{at}embeddings.{raw}.weight", f"{slot}.weight") for raw, slot in _TABLES.items()]
     rules += [Rule(f"{at}embeddings.LayerNorm.{raw}", f"embed_norm.{slot}") for raw, slot in _NORM_PARAMETERS]
     for (raw, slot), parameter in product(_LINEARS.items(), _PARAMETERS):
         rules.append(Rule(f"{at}encoder.layer.{{}}.{raw}.{parameter}", f"layers.{{}}.{slot}.{parameter}"))

@@ -18,7 +18,7 @@ from rtp_llm.models.moe import MoENames, moe_block, mtp_skip, with_moe
 from rtp_llm.parallel.experts import ExpertLayers
 from rtp_llm.parallel.groups import Groups
 from rtp_llm.parallel.shard import Divides
-from rtp_llm.plan.rules import AnyRule, Mapping, Rule, Skip
+from rtp_llm.plan.rules import Mapping, Rule, Skip
 
 _RECOMPUTED = "rotary frequencies are computed from the configuration"
 _SKIPS = (
@@ -74,7 +74,7 @@ def mlp_rules(at: str, to: str) -> Iterator[Rule]:
     return module_rules(((f"{one}_proj", one, False) for one in ("gate", "up", "down")), at, to)
 
 
-def common_rules(config: LatentConfig) -> Iterator[AnyRule]:
+def common_rules(config: LatentConfig) -> Iterator[Rule]:
     """Rules for what is neither attention nor MLP."""
     yield Rule("model.embed_tokens.weight", "embed.weight")
     yield Rule("model.norm.weight", "norm.weight")
@@ -84,7 +84,7 @@ def common_rules(config: LatentConfig) -> Iterator[AnyRule]:
     yield from module_rules(norms, "", "")
 
 
-def latent_mapping(config: LatentConfig, rules: Iterable[AnyRule], *names: MoENames) -> Mapping:
+def latent_mapping(config: LatentConfig, rules: Iterable[Rule], *names: MoENames) -> Mapping:
     """A mapping of ``rules`` and those of experts, which skips the layers for multi-token prediction, their experts included."""
     skipped = mtp_skip(config.sizes.layers, config.mtp_layers)
     return with_moe(Mapping(tuple(rules), _SKIPS), config.moe, *names, skipped_layers=skipped)
@@ -95,7 +95,7 @@ def mapping(config: LatentConfig) -> Mapping:
 
     Rules for just those tensors that the configuration asks for: a bias or head that it does not know is unexpected.
     """
-    rules: list[AnyRule] = [*common_rules(config), *module_rules(attention_modules(config.sizes.attention), "self_attn.", "attn.")]
+    rules: list[Rule] = [*common_rules(config), *module_rules(attention_modules(config.sizes.attention), "self_attn.", "attn.")]
     if len(config.moe.layers) < config.sizes.layers:
         rules += mlp_rules("mlp.", "mlp.")
     return latent_mapping(config, rules, _EXPERTS)

@@ -21,7 +21,7 @@ from rtp_llm.parallel.groups import Groups
 from rtp_llm.parallel.shard import Divides
 from rtp_llm.plan import rules
 from rtp_llm.plan.experts import ExpertNames, expert_rules, swapped_names
-from rtp_llm.plan.rules import AnyRule, Rule, SkipLayers
+from rtp_llm.plan.rules import Rule, SkipLayers
 
 #: The most experts of a layer, and of all layers together.  Published models have up to 512 and some 25,000; planning takes
 #: time and memory for each, before anything else could show that a configuration is absurd.
@@ -192,12 +192,12 @@ class MoENames:
     experts: tuple[ExpertNames, ...] = field(default_factory=lambda: (ExpertNames("model.layers.{}.mlp.experts"),))
 
 
-def moe_rules(moe: MoEConfig, *names: MoENames) -> tuple[AnyRule, ...]:
+def moe_rules(moe: MoEConfig, *names: MoENames) -> tuple[Rule, ...]:
     """Rules for the layers of experts, in all the spellings."""
     return tuple(rule for one in names for rule in _moe_rules(moe.shape, one)) if moe.layers else ()
 
 
-def _moe_rules(shape: MoEShape, names: MoENames) -> Iterable[AnyRule]:
+def _moe_rules(shape: MoEShape, names: MoENames) -> Iterable[Rule]:
     yield Rule(f"{names.at}.{names.router}", "layers.{}.router.weight")
     if shape.routing.corrected or shape.routing.biased:
         yield Rule(f"{names.at}.{names.bias}", "layers.{}.router.bias")

@@ -61,27 +61,6 @@ _REFUSED: Mapping[str, str] = {
 BY_NAME: Mapping[str, Method] = {method.name: method for method in METHODS}
 
 
-def tensor_names() -> tuple[str, ...]:
-    """Every name behind a module's that any method knows: what a tensor is called says that it is part of a quantised weight."""
-    return (
-        "weight_scale",
-        "weight_scale_inv",
-        "weight_scale_2",
-        "weight_global_scale",
-        "weight_packed",
-        "weight_shape",
-        "weight_zero_point",
-        "weight_g_idx",
-        "input_scale",
-        "input_global_scale",
-        "qweight",
-        "qzeros",
-        "scales",
-        "g_idx",
-        "blocks",
-    )
-
-
 def read_declared(raw: Mapping[str, Any], own_file: Mapping[str, Any] | None, requested: str | None) -> Declared | None:
     """What ``config.json`` (``raw``) or ModelOpt's file declares; None for a plain checkpoint.
 

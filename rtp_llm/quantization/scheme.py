@@ -22,10 +22,14 @@ SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What the catalogue says of a tensor: torch's name of its dtype, and its shape."""
+    """What the catalogue says of a tensor: torch's name of its dtype, and its shape.
+
+    ``whole``: the shape in the file, where the tensor is cut from one that holds other matrices as well.
+    """
 
     dtype: str
     shape: Shape
+    whole: Shape | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rtp_llm.models.decoder import DecoderConfig
-from rtp_llm.plan.rules import AnyRule, Mapping, Rule, Skip
+from rtp_llm.plan.rules import Mapping, Rule, Skip
 
 _RECOMPUTED = "rotary frequencies are computed from the configuration"
 
@@ -31,7 +31,7 @@ def _modules(config: DecoderConfig) -> Iterator[tuple[str, str, bool]]:
 
 def mapping(config: DecoderConfig) -> Mapping:
     """Rules for just those tensors that the configuration asks for: a bias or head that it does not know is unexpected."""
-    rules: list[AnyRule] = [Rule("model.embed_tokens.weight", "embed.weight"), Rule("model.norm.weight", "norm.weight")]
+    rules: list[Rule] = [Rule("model.embed_tokens.weight", "embed.weight"), Rule("model.norm.weight", "norm.weight")]
     if not config.tied:
         rules.append(Rule("lm_head.weight", "lm_head.weight"))
     for module, slot, bias in _modules(config):
