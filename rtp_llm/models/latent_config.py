@@ -171,7 +171,7 @@ def count_mtp_layers(layers: int, names: Collection[str]) -> int:
 
     A layer behind the last one that has none is not excused, so that a ``num_hidden_layers`` that is too small is noticed.
     """
-    return next(n for n in count() if f"model.layers.{layers + n}.eh_proj.weight" not in names)
+    return next(n for n in count() if f"layers.{layers + n}.eh_proj.weight" not in names)
 
 
 @dataclass(frozen=True, slots=True)

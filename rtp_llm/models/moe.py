@@ -14,6 +14,7 @@ from rtp_llm.layers.moe import MoE, MoEShape
 from rtp_llm.layers.router import RENORMALISE_EPSILON, Routing, unroutable
 from rtp_llm.layers.transformer import CausalLM
 from rtp_llm.models.decoder import DecoderConfig, build_decoder, decoder_conditions
+from rtp_llm.models.decoder_mapping import decoder_mapping
 from rtp_llm.models.faults import ModelFault
 from rtp_llm.models.reader import MAX_LAYERS, ConfigReader
 from rtp_llm.parallel.experts import ExpertLayers
@@ -133,7 +134,7 @@ def read_routing(
     )
 
 
-def read_sparse_layers(reader: ConfigReader, layers: int) -> tuple[int, ...]:
+def read_stepped_layers(reader: ConfigReader, layers: int) -> tuple[int, ...]:
     """The layers with experts as Qwen writes it: every ``decoder_sparse_step``-th, without those of ``mlp_only_layers``."""
     step = reader.integer("decoder_sparse_step", 1, most=MAX_LAYERS)
     dense = reader.raw.get("mlp_only_layers") or ()
@@ -184,12 +185,12 @@ class MoENames:
     ``experts`` are the spellings of the experts themselves, the published one first.
     """
 
-    at: str = "model.layers.{}.mlp"
+    at: str = "layers.{}.mlp"
     router: str = "gate.weight"
     bias: str = ""
     shared: str = ""
     shared_gate: str = ""
-    experts: tuple[ExpertNames, ...] = field(default_factory=lambda: (ExpertNames("model.layers.{}.mlp.experts"),))
+    experts: tuple[ExpertNames, ...] = field(default_factory=lambda: (ExpertNames("layers.{}.mlp.experts"),))
 
 
 def moe_rules(moe: MoEConfig, *names: MoENames) -> tuple[Rule, ...]:
@@ -215,10 +216,16 @@ def with_moe(dense: rules.Mapping, moe: MoEConfig, *names: MoENames, skipped_lay
     return rules.Mapping((*dense.rules, *moe_rules(moe, *names)), dense.skips, refused, skipped_layers)
 
 
+def moe_mapping(config: MoEDecoderConfig, *names: MoENames) -> rules.Mapping:
+    """Rules for just those tensors that the configuration asks for; layers for multi-token prediction are skipped."""
+    skipped = mtp_skip(config.decoder.layers, config.mtp_layers)
+    return with_moe(decoder_mapping(config.decoder), config.moe, *names, skipped_layers=skipped)
+
+
 def mtp_skip(layers: int, mtp_layers: int) -> SkipLayers | None:
     """The named rule that leaves out the layers behind the last one, experts and all."""
     reason = "layers for multi-token prediction are not run"
-    return SkipLayers("model.layers.{}", layers, layers + mtp_layers, reason) if mtp_layers else None
+    return SkipLayers("layers.{}", layers, layers + mtp_layers, reason) if mtp_layers else None
 
 
 def defaulted(raw: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:

@@ -202,7 +202,7 @@ def test_no_configuration_crashes_the_reader(family: str, raw: dict[str, Any]) -
     except ConfigError:
         return
     assert implementation.conditions(config)
-    assert implementation.mapping(config).rules
+    assert implementation.mapping(config, ()).rules
 
 
 @settings(max_examples=400, deadline=None)

@@ -14,6 +14,6 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> EncoderConfi
     ConfigError: with every bad field.
     """
     reader = ConfigReader(raw)
-    config = read_encoder(reader, names, prefix="bert.", vocab_size=30522, default_padding_id=None)
+    config = read_encoder(reader, names, vocab_size=30522, default_padding_id=None)
     reader.finish()
     return config

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rtp_llm.layers.activation import ClampedGate
 from rtp_llm.layers.moe import MoEShape
-from rtp_llm.models.decoder import DecoderDefaults, decoder_config, read_sizes, read_tied
+from rtp_llm.models.decoder import DecoderDefaults, read_decoder, read_tied
 from rtp_llm.models.faults import ModelFault
 from rtp_llm.models.moe import MoEConfig, MoEDecoderConfig, defaulted, read_expert_count, read_routing
 from rtp_llm.models.reader import MAX_POSITIONS, ConfigReader
@@ -36,13 +37,13 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> MoEDecoderCo
     """
     unsaid = raw.get("rope_parameters") is None and not raw.get("rope_scaling")
     reader = ConfigReader({**defaulted(raw, **_FIELDS), **({"rope_parameters": _YARN} if unsaid else {})})
-    sizes = read_sizes(reader, _DEFAULTS)
+    sizes = read_decoder(reader, _DEFAULTS)
     reader.only("hidden_act", ("silu",), "the experts of this architecture have no other activation")
     experts = read_expert_count(reader, "num_local_experts", 128, sizes.layers)
     routing = read_routing(reader, experts, "greedy", top_k=4, renormalise=True, biased=True)
     gate = ClampedGate(reader.number("swiglu_alpha", 1.702), reader.number("swiglu_limit", 7.0))
     attention_bias = reader.boolean("attention_bias", True)
-    decoder = decoder_config(
+    decoder = replace(
         sizes,
         windows=_windows(reader, sizes.layers),
         tied=read_tied(reader, names),

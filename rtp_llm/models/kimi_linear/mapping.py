@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from rtp_llm.models.kimi_linear.config import KimiConfig
-from rtp_llm.models.latent import attention_modules, common_rules, latent_mapping, mlp_rules
+from rtp_llm.models.latent import attention_modules, common_rules, mlp_rules, with_latent_experts
 from rtp_llm.models.moe import MoENames
 from rtp_llm.plan.experts import ExpertNames
 from rtp_llm.plan.rules import Mapping, Part, Rule
 
-_AT = "model.layers.{}.self_attn."
+_AT = "layers.{}.self_attn."
 _SLOT = "layers.{}.attn."
 
 #: The published spelling of experts, and that of the model in transformers' memory.
 _EXPERTS = tuple(
     MoENames(at=at, bias="gate.e_score_correction_bias", shared="shared_experts", experts=(experts,))
     for at, experts in (
-        ("model.layers.{}.block_sparse_moe", ExpertNames("model.layers.{}.block_sparse_moe.experts", gate="w1", up="w3", down="w2")),
-        ("model.layers.{}.mlp", ExpertNames("model.layers.{}.mlp.experts")),
+        ("layers.{}.block_sparse_moe", ExpertNames("layers.{}.block_sparse_moe.experts", gate="w1", up="w3", down="w2")),
+        ("layers.{}.mlp", ExpertNames("layers.{}.mlp.experts")),
     )
 )
 
@@ -66,4 +66,4 @@ def mapping(config: KimiConfig) -> Mapping:
     # transformers, when it saves, renames dense layers along with those of experts.
     for at in ("mlp.", "block_sparse_moe."):
         rules += mlp_rules(at, "mlp.")
-    return latent_mapping(latent, _unique(rules), *_EXPERTS)
+    return with_latent_experts(latent, _unique(rules), *_EXPERTS)

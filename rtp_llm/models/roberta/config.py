@@ -19,6 +19,6 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> EncoderConfi
     """
     reader = ConfigReader(raw)
     vocab_size = _VOCAB_SIZES.get(str(raw.get("model_type")), _VOCAB_SIZE)
-    config = read_encoder(reader, names, prefix="roberta.", vocab_size=vocab_size, default_padding_id=1)
+    config = read_encoder(reader, names, vocab_size=vocab_size, default_padding_id=1)
     reader.finish()
     return config
