@@ -18,6 +18,7 @@ from tests.support.paths import ROOT, child_env
     [
         ("LlamaForCausalLM", "llama", "causal"),
         ("MistralForCausalLM", "mistral", "causal"),
+        ("Phi3ForCausalLM", "phi3", "causal"),
         ("Qwen2ForCausalLM", "qwen2", "causal"),
         ("Qwen3ForCausalLM", "qwen3", "causal"),
         ("GptOssForCausalLM", "gpt_oss", "causal"),
