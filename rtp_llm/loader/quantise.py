@@ -194,15 +194,6 @@ def _wrong_grids(scheme: Scheme, matrices: tuple[Matrix, ...], modules: Mapping[
                     actual=f"{matrix.shape[ROWS]} rows",
                     fix="store the matrices apart, or quantise them with smaller blocks",
                 )
-            if stored is not None and stored.whole is not None and rows is None:
-                yield Problem(
-                    QuantFault.WRONG_GRID,
-                    "holds a value for each of several matrices stored as one, which the format has one value for",
-                    file=module.file,
-                    tensor=module.tensor(form.name),
-                    expected="[] or [1]",
-                    actual=str(list(stored.whole)),
-                )
             if stored is None or stored.shape == shape:
                 continue
             fix = _guess(form, matrix, stored.shape)

@@ -133,7 +133,9 @@ def scalar(name: str, found: Stored) -> tuple[Fixed, ...]:
     Raises:
         Misread: ``WRONG_GRID``, for anything else.
     """
-    if found.shape not in ((), (1,)):
+    # Cut, it has a number for each of the matrices that are stored as one, which the format has one for.
+    shape = found.shape if found.whole is None else found.whole
+    if shape not in ((), (1,)):
         what = "is declared to be one scale for the whole tensor"
-        raise Misread(Finding(QuantFault.WRONG_GRID, name, what, "[] or [1]", str(list(found.shape))))
+        raise Misread(Finding(QuantFault.WRONG_GRID, name, what, "[] or [1]", str(list(shape))))
     return tuple(Fixed(1) for _ in found.shape)
