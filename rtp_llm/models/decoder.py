@@ -16,7 +16,7 @@ from rtp_llm.layers.norm import RMSNorm
 from rtp_llm.layers.rotary import RopeParameters, Rotary
 from rtp_llm.layers.transformer import CausalLM, DecoderLayer
 from rtp_llm.models.faults import ModelFault
-from rtp_llm.models.reader import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, ConfigReader
+from rtp_llm.models.reader import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, FieldReader
 from rtp_llm.models.rope import read_rope
 from rtp_llm.parallel.groups import Groups
 from rtp_llm.parallel.shard import Divides
@@ -84,7 +84,7 @@ class DecoderDefaults:
     partial_rotary: bool = False
 
 
-def read_decoder(reader: ConfigReader, defaults: DecoderDefaults) -> DecoderConfig:
+def read_decoder(reader: FieldReader, defaults: DecoderDefaults) -> DecoderConfig:
     """Reads the fields that every decoder family has, checked against each other; problems stay with the reader.
 
     What families differ in is as in the plainest: no windows, a head of its own, no biases.  A family replaces what it has.
@@ -112,7 +112,7 @@ def read_decoder(reader: ConfigReader, defaults: DecoderDefaults) -> DecoderConf
     )
 
 
-def _read_head_dim(reader: ConfigReader, defaults: DecoderDefaults, hidden: int, heads: int) -> int:
+def _read_head_dim(reader: FieldReader, defaults: DecoderDefaults, hidden: int, heads: int) -> int:
     if defaults.head_dim_may_be_null:
         given = reader.optional_integer("head_dim", defaults.head_dim)
     else:
@@ -126,7 +126,7 @@ def _read_head_dim(reader: ConfigReader, defaults: DecoderDefaults, hidden: int,
     return given
 
 
-def read_tied(reader: ConfigReader, names: Collection[str]) -> bool:
+def read_tied(reader: FieldReader, names: Collection[str]) -> bool:
     """Whether the head is the embedding: the configuration must say so, and the checkpoint must hold no head of its own.
 
     A head in the file is loaded as it stands whatever the flag says; a head that neither is there is missing.
@@ -135,7 +135,7 @@ def read_tied(reader: ConfigReader, names: Collection[str]) -> bool:
     return flag and not any(name.startswith("lm_head.") for name in names)
 
 
-def read_layer_windows(reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
+def read_layer_windows(reader: FieldReader, layers: int) -> tuple[int | None, ...]:
     """Windows as Qwen2 and Qwen3 write them: ``use_sliding_window``, ``sliding_window`` and either ``layer_types`` or
     ``max_window_layers``, the first of which sees everything."""
     window = reader.optional_integer("sliding_window", 4096, most=MAX_POSITIONS)

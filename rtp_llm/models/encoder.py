@@ -15,7 +15,7 @@ from rtp_llm.layers.encoder import Encoder, EncoderEmbedding, EncoderLayer
 from rtp_llm.layers.linear import ReplicatedLinear
 from rtp_llm.layers.mlp import MLP
 from rtp_llm.layers.norm import LayerNorm
-from rtp_llm.models.reader import MAX_LAYERS, ConfigReader
+from rtp_llm.models.reader import MAX_LAYERS, FieldReader
 from rtp_llm.parallel.groups import Groups
 from rtp_llm.parallel.shard import Divides
 from rtp_llm.plan.rules import Mapping, Rule, Skip
@@ -41,7 +41,7 @@ class EncoderConfig:
     pooler: bool
 
 
-def read_encoder(reader: ConfigReader, names: Collection[str], *, vocab_size: int, default_padding_id: int | None) -> EncoderConfig:
+def read_encoder(reader: FieldReader, names: Collection[str], *, vocab_size: int, default_padding_id: int | None) -> EncoderConfig:
     """Reads the fields; problems stay with the reader.  ``default_padding_id`` None: the family does not count from padding."""
     hidden = reader.integer("hidden_size", 768)
     heads = reader.integer("num_attention_heads", 12)

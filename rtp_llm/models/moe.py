@@ -16,7 +16,7 @@ from rtp_llm.layers.transformer import CausalLM
 from rtp_llm.models.decoder import DecoderConfig, build_decoder, decoder_conditions
 from rtp_llm.models.decoder_mapping import decoder_mapping
 from rtp_llm.models.faults import ModelFault
-from rtp_llm.models.reader import MAX_LAYERS, ConfigReader
+from rtp_llm.models.reader import MAX_LAYERS, FieldReader
 from rtp_llm.parallel.experts import ExpertLayers
 from rtp_llm.parallel.groups import Groups
 from rtp_llm.parallel.shard import Divides
@@ -64,7 +64,7 @@ class MoEDecoderConfig:
     mtp_layers: int = 0
 
 
-def read_expert_count(reader: ConfigReader, name: str, default: int, layers: int) -> int:
+def read_expert_count(reader: FieldReader, name: str, default: int, layers: int) -> int:
     """The number of experts of each of ``layers`` layers."""
     count = reader.integer(name, default, most=MAX_EXPERTS)
     if count * layers > MAX_ALL_EXPERTS:
@@ -84,7 +84,7 @@ class RoutingFields:
 
 
 def read_routing(
-    reader: ConfigReader,
+    reader: FieldReader,
     experts: int,
     method: Literal["greedy", "group_limited_greedy", "noaux_tc"],
     *,
@@ -134,7 +134,7 @@ def read_routing(
     )
 
 
-def read_stepped_layers(reader: ConfigReader, layers: int) -> tuple[int, ...]:
+def read_stepped_layers(reader: FieldReader, layers: int) -> tuple[int, ...]:
     """The layers with experts as Qwen writes it: every ``decoder_sparse_step``-th, without those of ``mlp_only_layers``."""
     step = reader.integer("decoder_sparse_step", 1, most=MAX_LAYERS)
     dense = reader.raw.get("mlp_only_layers") or ()

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rtp_llm.quantization.declared import Declared, Fields, Group
+from rtp_llm.checkpoint.fields import FieldReader
+from rtp_llm.quantization.declared import Declared, Group, read_names
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Fixed, Matrix, TensorForm
 from rtp_llm.quantization.limits import Limits, scale_limit
 from rtp_llm.quantization.scheme import Finding, Scheme, Stored, Tensors, bad_scales, of_dtype, required, spread, unpack
@@ -85,14 +86,14 @@ class AwqSpec:
         return Awq(self.label, TensorForm("scales", dtype, (groups, Along(ROWS))), zeros)
 
 
-def parse(fields: Fields) -> Declared:
+def parse(fields: FieldReader) -> Declared:
     """Older files say ``w_bit`` and ``q_group_size``."""
     bits = fields.first("bits", "w_bit")
-    fields.integer(bits, 4, (4,))
+    fields.integer_among(bits, 4, (4,))
     fields.choice("version", "gemm", ("gemm",))
     size = fields.first("group_size", "q_group_size")
     group = None if fields.raw.get(size, 128) == -1 else fields.integer(size, 128)
     spec = AwqSpec(group, fields.boolean("zero_point", True))
-    excluded = fields.names("substring", "modules_to_not_convert")
+    excluded = read_names(fields, "substring", "modules_to_not_convert")
     fields.finish()
     return Declared(METHOD, (Group(spec),), excluded, complete=bool(excluded))

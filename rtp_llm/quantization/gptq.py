@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rtp_llm.quantization.declared import Declared, Fields, Group
+from rtp_llm.checkpoint.fields import FieldReader
+from rtp_llm.quantization.declared import Declared, Group, read_names
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Fixed, Matrix, TensorForm
 from rtp_llm.quantization.limits import Exactly, Limit, Limits, scale_limit
 from rtp_llm.quantization.names import Names
@@ -113,7 +114,7 @@ class GptqSpec:
         return Gptq(self.label, self.bits, self.symmetric, self.stored_minus_one, scales, zeros, index)
 
 
-def parse(fields: Fields) -> Declared:
+def parse(fields: FieldReader) -> Declared:
     """``dynamic`` is an ordered map from expressions to overrides: ``-:`` leaves modules out, others change bits or groups."""
     stored = fields.choice("checkpoint_format", "gptq", ("gptq", "gptq_v2"))
     base = _spec(fields, stored == "gptq")
@@ -127,16 +128,16 @@ def parse(fields: Fields) -> Declared:
         assert dynamic is not None
         own = dynamic.nested(pattern)
         overrides = own.raw if own is not None else {}
-        changed = Fields({**fields.raw, **overrides}, fields.file, f"{fields.path}dynamic.{pattern}.", fields.problems)
+        changed = fields.beside({**fields.raw, **overrides}, f"{fields.path}dynamic.{pattern}.")
         groups.append(Group(_spec(changed, stored == "gptq"), Names((f"re:{pattern.removeprefix('+:')}",), "anchored")))
-    excluded = Names((*left_out, *fields.names("segments", "modules_to_not_convert").entries), "segments")
+    excluded = Names((*left_out, *read_names(fields, "segments", "modules_to_not_convert").entries), "segments")
     fields.finish()
     options = (("checkpoint_format", stored), ("sym", str(fields.raw.get("sym", True)).lower()))
     return Declared(METHOD, (*groups, Group(base)), excluded, complete=bool(excluded), options=options)
 
 
-def _spec(fields: Fields, minus_one: bool) -> Spec:
-    bits = fields.integer("bits", 4, (4, 8)) or 4
+def _spec(fields: FieldReader, minus_one: bool) -> Spec:
+    bits = fields.integer_among("bits", 4, (4, 8))
     group = fields.raw.get("group_size", 128)
     size = None if group in (-1, None) else fields.integer("group_size", 128)
     return GptqSpec(bits, size, fields.boolean("sym", True), minus_one, fields.boolean("desc_act", False))

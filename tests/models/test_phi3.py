@@ -68,7 +68,7 @@ def test_a_fused_matrix_of_other_sizes_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"num_key_value_heads": 2}))
-    with pytest.raises(RtpLlmError, match=r"qkv_proj\.weight.*does not hold q, k, v one above another, as 3:1:1|SHAPE_MISMATCH"):
+    with pytest.raises(RtpLlmError, match=r"does not hold q, k, v one above another, as 3:1:1 .*qkv_proj\.weight"):
         load_model(tmp_path, load=CPU)
     path.write_text(json.dumps(config | {"intermediate_size": 90}))
     with pytest.raises(RtpLlmError, match=r"gate_up_proj\.weight.*expected \[90, 48\], found \[96, 48\]"):

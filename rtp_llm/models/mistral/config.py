@@ -8,7 +8,7 @@ from typing import Any
 
 from rtp_llm.models.decoder import DecoderConfig, DecoderDefaults, read_decoder, read_tied
 from rtp_llm.models.faults import ModelFault
-from rtp_llm.models.reader import MAX_POSITIONS, ConfigReader
+from rtp_llm.models.reader import MAX_POSITIONS, config_reader
 
 _DEFAULTS = DecoderDefaults(vocab_size=32000, intermediate_size=14336, max_position_embeddings=131072, kv_heads=8)
 
@@ -19,7 +19,7 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> DecoderConfi
     Raises:
         ConfigError: with every bad field.
     """
-    reader = ConfigReader(raw)
+    reader = config_reader(raw)
     sizes = read_decoder(reader, _DEFAULTS)
     window = reader.optional_integer("sliding_window", 4096, most=MAX_POSITIONS)
     wanted = "full_attention" if window is None else "sliding_attention"

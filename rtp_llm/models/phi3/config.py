@@ -8,7 +8,7 @@ from typing import Any
 
 from rtp_llm.models.decoder import DecoderConfig, DecoderDefaults, read_decoder, read_tied
 from rtp_llm.models.moe import defaulted
-from rtp_llm.models.reader import MAX_POSITIONS, ConfigReader
+from rtp_llm.models.reader import MAX_POSITIONS, config_reader
 
 _DEFAULTS = DecoderDefaults(vocab_size=32064, intermediate_size=8192, max_position_embeddings=4096, partial_rotary=True)
 _FIELDS = {"hidden_size": 3072, "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
@@ -22,7 +22,7 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> DecoderConfi
     Raises:
         ConfigError: with every bad field.
     """
-    reader = ConfigReader({**defaulted(raw, **_FIELDS), **_renamed(raw)})
+    reader = config_reader({**defaulted(raw, **_FIELDS), **_renamed(raw)})
     sizes = read_decoder(reader, _DEFAULTS)
     if sizes.rope.rope_type not in ("default", "longrope"):
         field = "rope_scaling" if reader.raw.get("rope_scaling") else "rope_parameters"

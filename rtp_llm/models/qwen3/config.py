@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rtp_llm.models.decoder import DecoderConfig, DecoderDefaults, read_decoder, read_layer_windows, read_tied
-from rtp_llm.models.reader import ConfigReader
+from rtp_llm.models.reader import config_reader
 
 _DEFAULTS = DecoderDefaults(
     vocab_size=151936,
@@ -25,7 +25,7 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> DecoderConfi
     Raises:
         ConfigError: with every bad field.
     """
-    reader = ConfigReader(raw)
+    reader = config_reader(raw)
     sizes = read_decoder(reader, _DEFAULTS)
     attention_bias = reader.boolean("attention_bias", False)
     config = replace(

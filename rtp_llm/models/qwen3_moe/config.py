@@ -9,7 +9,7 @@ from typing import Any
 from rtp_llm.layers.moe import MoEShape
 from rtp_llm.models.decoder import DecoderDefaults, read_decoder, read_tied
 from rtp_llm.models.moe import MoEConfig, MoEDecoderConfig, defaulted, read_expert_count, read_routing, read_stepped_layers
-from rtp_llm.models.reader import MAX_POSITIONS, ConfigReader
+from rtp_llm.models.reader import MAX_POSITIONS, config_reader
 
 _DEFAULTS = DecoderDefaults(vocab_size=151936, intermediate_size=6144, max_position_embeddings=32768, kv_heads=4)
 
@@ -20,7 +20,7 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> MoEDecoderCo
     Raises:
         ConfigError: with every bad field.
     """
-    reader = ConfigReader(defaulted(raw, hidden_size=2048, num_hidden_layers=24))
+    reader = config_reader(defaulted(raw, hidden_size=2048, num_hidden_layers=24))
     sizes = read_decoder(reader, _DEFAULTS)
     layers = read_stepped_layers(reader, sizes.layers)
     # transformers 5 writes the count under the second name.
