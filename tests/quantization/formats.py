@@ -133,6 +133,12 @@ def dense_weights(oracle: PreTrainedModel, folder: Path) -> Tensors:
     return load_file(folder / "model.safetensors")
 
 
+def part_of(tensors: Tensors, name: str, slot: str) -> torch.Tensor:
+    """The matrix of ``slot`` in the tensor ``name``: all of it, or its rows where the tensor holds several."""
+    parts = FUSED.get(name.split(".")[-2])
+    return tensors[name] if parts is None else tensors[name][slice(*parts[slot.rpartition(".")[2]])]
+
+
 def check_weights(loaded: LoadedModel, wanted: Tensors, names: dict[str, str] | None = None) -> int:
     """Compares every quantised matrix of a rank with its part of the oracle's; returns how many there were.
 
@@ -147,11 +153,7 @@ def check_weights(loaded: LoadedModel, wanted: Tensors, names: dict[str, str] | 
         for attribute, held in layer.held.items():
             for i, matrix in enumerate(held.matrices):
                 found = held.scheme.dequantise(layer.tensors(attribute, i), matrix)
-                name = raw[matrix.slot]
-                whole = wanted[f"{name}.weight"]
-                parts = FUSED.get(name.rpartition(".")[2])
-                if parts is not None:
-                    whole = whole[slice(*parts[matrix.slot.rpartition(".")[2]])]
+                whole = part_of(wanted, f"{raw[matrix.slot]}.weight", matrix.slot)
                 assert torch.equal(found, whole[slice(*matrix.rows), slice(*matrix.columns)]), matrix
                 compared += 1
     return compared
