@@ -22,7 +22,7 @@ from rtp_llm.quantization.companions import COMPANIONS
 from rtp_llm.quantization.declared import Declared
 from rtp_llm.quantization.faults import QuantFault, QuantizationError
 from rtp_llm.quantization.forms import ROWS, Along, Matrix, TensorForm, split_units
-from rtp_llm.quantization.inline import GRIDS, inline_scheme, kept_plain
+from rtp_llm.quantization.inline import GRIDS, inline_scheme, stays_plain
 from rtp_llm.quantization.recognise import Module, Recognised, modules_of, recognise, with_companions
 from rtp_llm.quantization.registry import MODELOPT_FILE, read_declared
 from rtp_llm.quantization.scheme import Scheme
@@ -109,7 +109,7 @@ def quantise_inline(model: nn.Module, method: str) -> Quantization:
         if not isinstance(layer, Quantisable):
             continue
         for attribute, matrices in layer.weights().items():
-            if not any(kept_plain(matrix.slot) for matrix in matrices):
+            if not any(stays_plain(matrix.slot) for matrix in matrices):
                 layer.adopt(attribute, scheme, made=True)
                 count += len(matrices)
     # The count is this rank's; with expert parallelism all ranks hold equally many, and agree on it.

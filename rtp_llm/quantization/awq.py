@@ -13,8 +13,8 @@ import torch
 from rtp_llm.checkpoint.fields import FieldReader
 from rtp_llm.quantization.declared import Declared, Group, read_names
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Fixed, Matrix, TensorForm
-from rtp_llm.quantization.limits import Limits, scale_limit
-from rtp_llm.quantization.scheme import Finding, Scheme, Stored, Tensors, bad_scales, of_dtype, required, spread, unpack
+from rtp_llm.quantization.limits import ValueChecks, scale_limit
+from rtp_llm.quantization.scheme import Finding, Scheme, Stored, Tensors, bad_scales, broadcast_scales, of_dtype, required, unpack
 
 METHOD = "awq"
 _PACK = 8
@@ -42,14 +42,14 @@ class Awq:
 
     def dequantise(self, tensors: Tensors, matrix: Matrix) -> torch.Tensor:
         codes = _unpacked(tensors["qweight"]).t().float()
-        scale = spread(tensors["scales"].float(), self.scales, matrix)
+        scale = broadcast_scales(tensors["scales"].float(), self.scales, matrix)
         zeros: torch.Tensor | float = 8.0
         if self.zeros is not None:
             # Unpacked, zero points are laid out as scales are.
-            zeros = spread(_unpacked(tensors["qzeros"]).float(), self.scales, matrix)
+            zeros = broadcast_scales(_unpacked(tensors["qzeros"]).float(), self.scales, matrix)
         return (codes - zeros) * scale
 
-    def limits(self, matrix: Matrix) -> Limits:
+    def limits(self, matrix: Matrix) -> ValueChecks:
         return {"scales": scale_limit(self.scales.dtype)}
 
     def check(self, tensors: Tensors, matrix: Matrix) -> Iterator[Finding]:

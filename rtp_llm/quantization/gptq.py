@@ -15,10 +15,10 @@ import torch
 from rtp_llm.checkpoint.fields import FieldReader
 from rtp_llm.quantization.declared import Declared, Group, read_names
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Fixed, Matrix, TensorForm
-from rtp_llm.quantization.limits import Exactly, Limit, Limits, scale_limit
+from rtp_llm.quantization.limits import ExactValues, ValueChecks, ValueRange, scale_limit
 from rtp_llm.quantization.names import Names
 from rtp_llm.quantization.packed import bad_index
-from rtp_llm.quantization.scheme import Finding, Scheme, Spec, Stored, Tensors, bad_scales, of_dtype, required, spread, unpack
+from rtp_llm.quantization.scheme import Finding, Scheme, Spec, Stored, Tensors, bad_scales, broadcast_scales, of_dtype, required, unpack
 
 METHOD = "gptq"
 #: One in every code of a word, which turns the first version's zero points into the second's: added to the whole word, since the
@@ -56,14 +56,14 @@ class Gptq:
         """``values [groups, rows]`` for each column: ``[rows, columns]`` or broadcastable to it."""
         groups = self.scales.dims[0]
         if self.index is None or isinstance(groups, Fixed):
-            return spread(values, self.scales, matrix)
+            return broadcast_scales(values, self.scales, matrix)
         return values[tensors["g_idx"].long() - groups.span(matrix)[0]].t()
 
-    def limits(self, matrix: Matrix) -> Limits:
-        found: dict[str, Limit | Exactly] = {"scales": scale_limit(self.scales.dtype)}
+    def limits(self, matrix: Matrix) -> ValueChecks:
+        found: dict[str, ValueRange | ExactValues] = {"scales": scale_limit(self.scales.dtype)}
         if self.index is not None:
             first, last = self.scales.dims[0].span(matrix)
-            found["g_idx"] = Limit(first, last - 1)
+            found["g_idx"] = ValueRange(first, last - 1)
         return found
 
     def check(self, tensors: Tensors, matrix: Matrix) -> Iterator[Finding]:

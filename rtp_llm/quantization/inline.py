@@ -41,7 +41,7 @@ _BYTES_A_SCALE = 29
 _KEPT = frozenset({"shared_gate", "b", "f_a", "f_b", "g_a", "g_b", "weights", "pooler"})
 
 
-def kept_plain(slot: str) -> bool:
+def stays_plain(slot: str) -> bool:
     """Whether a linear layer's ``slot`` names one that is not quantised."""
     return slot.rpartition(".")[2] in _KEPT
 

@@ -13,8 +13,8 @@ import torch
 
 from rtp_llm.quantization.faults import QuantFault
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Fixed, Matrix, TensorForm
-from rtp_llm.quantization.limits import Exactly, Limit, Limits, scale_limit
-from rtp_llm.quantization.scheme import Finding, Scheme, Stored, Tensors, bad_scales, of_dtype, required, spread, unpack
+from rtp_llm.quantization.limits import ExactValues, ValueChecks, ValueRange, scale_limit
+from rtp_llm.quantization.scheme import Finding, Scheme, Stored, Tensors, bad_scales, broadcast_scales, of_dtype, required, unpack
 
 _SCALES = ("float16", "bfloat16", "float32")
 _INT32 = ("int32",)
@@ -65,15 +65,15 @@ class Packed:
         """``values [rows, groups]`` for each column."""
         if self.index is not None:
             return values[:, tensors[self.index.name].long()]
-        return spread(values, self.scale, matrix)
+        return broadcast_scales(values, self.scale, matrix)
 
-    def limits(self, matrix: Matrix) -> Limits:
-        found: dict[str, Limit | Exactly] = {self.scale.name: scale_limit(self.scale.dtype)}
+    def limits(self, matrix: Matrix) -> ValueChecks:
+        found: dict[str, ValueRange | ExactValues] = {self.scale.name: scale_limit(self.scale.dtype)}
         if self.index is not None:
             groups = self.scale.dims[1]
-            found[self.index.name] = Limit(0, groups.span(matrix)[1] - groups.span(matrix)[0] - 1)
+            found[self.index.name] = ValueRange(0, groups.span(matrix)[1] - groups.span(matrix)[0] - 1)
         if self.shape is not None:
-            found[self.shape.name] = Exactly(self._stated(matrix))
+            found[self.shape.name] = ExactValues(self._stated(matrix))
         return found
 
     def check(self, tensors: Tensors, matrix: Matrix) -> Iterator[Finding]:
