@@ -85,7 +85,7 @@ class Companion:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a raw tensor provides: one slot, a slot for each part or expert that it holds, or both.
+    """What a raw tensor provides: one slot, or a slot for each part of each expert that it holds.
 
     raw: the template of its name.
     slot: the template of the slots.  The numbers of the raw name go into it in order, then an expert's, and a part's name for ``*``.
@@ -115,9 +115,9 @@ class Rule:
         return self.slot.rpartition(".")[2]
 
     def beside(self, companion: Companion) -> Rule | None:
-        """The rule for a companion of the weight that this rule is for; None where none can stand there.
+        """The rule for a companion of the weight that this rule is for.
 
-        That is so for what is no weight, and for weights that are spelled or laid out in a way that no quantised one is.
+        None where this rule is for no weight, or for one that no format quantises: transposed, or stacked under a name in ``.weight``.
         """
         module, plain = self.raw.removesuffix(_WEIGHT), self.raw.endswith(_WEIGHT)
         if not self.slot.endswith(_WEIGHT) or plain == bool(self.experts) or (plain and self.ops):
@@ -132,7 +132,8 @@ class Rule:
         if self.experts:
             return self._wrong_stack(shape)
         along = self._along(shape)
-        if along is None or (along < len(shape) and shape[along] % self._total == 0):
+        turned = self._turned(shape) if len(shape) > 1 else shape
+        if along is None or (along < len(turned) and turned[along] % self._total == 0):
             return None
         names, shares = ", ".join(part.name for part in self.parts), ":".join(map(str, self._shares))
         expected = f"a multiple of {self._total} in dimension {along}"
@@ -167,7 +168,7 @@ class Rule:
                 yield Provision(slot.format(*numbers, expert), (select, *ops))
 
     def _cuts(self, shape: Shape) -> Iterator[tuple[Op, ...]]:
-        """What takes each slot's part out of a tensor, or out of one expert's."""
+        """For each slot the op that takes its part out of a tensor, or out of one expert's."""
         along = self._along(shape)
         if along is None:
             yield from ((),) * len(self.slots)
@@ -193,7 +194,7 @@ class Rule:
 
     @property
     def _shares(self) -> tuple[int, ...]:
-        """In lowest terms: heads of 64 rows may be divided in halves of a block where all parts are whole blocks."""
+        """The parts' shares in lowest terms: with 6, 2 and 2 heads of 64 rows and blocks of 128, there are 3, 1 and 1 blocks."""
         common = gcd(*(part.share for part in self.parts))
         return tuple(part.share // common for part in self.parts)
 

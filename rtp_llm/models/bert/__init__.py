@@ -25,6 +25,7 @@ _HEADS = (
 
 
 def mapping(config: EncoderConfig) -> Mapping:
+    """The encoder and its pooler; heads are skipped."""
     return encoder_mapping(config, _HEADS)
 
 

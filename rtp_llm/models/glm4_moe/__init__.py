@@ -11,6 +11,7 @@ _NAMES = MoENames(bias="gate.e_score_correction_bias", shared="shared_experts")
 
 
 def mapping(config: MoEDecoderConfig) -> Mapping:
+    """Llama's names, and those of experts."""
     return moe_mapping(config, _NAMES)
 
 

@@ -17,6 +17,7 @@ _NAMES = MoENames(
 
 
 def mapping(config: MoEDecoderConfig) -> Mapping:
+    """Llama's names, and those of experts."""
     return moe_mapping(config, _NAMES)
 
 

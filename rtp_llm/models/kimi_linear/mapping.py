@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from rtp_llm.models.kimi_linear.config import KimiConfig
-from rtp_llm.models.latent import attention_modules, common_rules, mlp_rules, with_latent_experts
+from rtp_llm.models.latent import attention_modules, common_rules, mlp_rules, module_rules, with_latent_experts
 from rtp_llm.models.moe import MoENames
 from rtp_llm.plan.experts import ExpertNames
 from rtp_llm.plan.rules import Mapping, Part, Rule
@@ -43,12 +43,6 @@ def _linear_attention() -> Iterator[Rule]:
             yield Rule(f"{_AT}{at}{name}", f"{_SLOT}{slot}")
 
 
-def _latent_attention(config: KimiConfig) -> Iterator[Rule]:
-    for module, slot, bias in attention_modules(config.latent.sizes.attention):
-        for parameter in ("weight", "bias") if bias else ("weight",):
-            yield Rule(f"{_AT}{module}.{parameter}", f"{_SLOT}{slot}.{parameter}")
-
-
 def _unique(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """Both kinds of attention have queries and an output, with the same names and slots."""
     return tuple({rule.raw: rule for rule in rules}.values())
@@ -62,7 +56,7 @@ def mapping(config: KimiConfig) -> Mapping:
         rules += [Rule(f"{_AT}{one}_proj.weight", f"{_SLOT}{one}.weight") for one in "qo"]
         rules += _linear_attention()
     if len(config.linear) < latent.sizes.layers:
-        rules += _latent_attention(config)
+        rules += module_rules(attention_modules(latent.sizes.attention), "self_attn.", "attn.")
     # transformers, when it saves, renames dense layers along with those of experts.
     for at in ("mlp.", "block_sparse_moe."):
         rules += mlp_rules(at, "mlp.")

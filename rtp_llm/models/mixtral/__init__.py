@@ -16,6 +16,7 @@ _PUBLISHED = MoENames(
 
 
 def mapping(config: MoEDecoderConfig) -> Mapping:
+    """Llama's names, and those of experts."""
     return moe_mapping(config, _PUBLISHED, MoENames())
 
 

@@ -10,6 +10,7 @@ from rtp_llm.plan.rules import Mapping
 
 
 def mapping(config: DecoderConfig) -> Mapping:
+    """Llama's names, with fused matrices."""
     return decoder_mapping(config, fused=True)
 
 

@@ -11,6 +11,7 @@ _NAMES = MoENames(shared="shared_expert", shared_gate="shared_expert_gate")
 
 
 def mapping(config: MoEDecoderConfig) -> Mapping:
+    """Llama's names, and those of experts."""
     return moe_mapping(config, _NAMES)
 
 

@@ -9,6 +9,7 @@ from rtp_llm.plan.rules import Mapping
 
 
 def mapping(config: MoEDecoderConfig) -> Mapping:
+    """Llama's names, and those of experts."""
     return moe_mapping(config, MoENames())
 
 

@@ -21,6 +21,7 @@ _HEADS = (
 
 
 def mapping(config: EncoderConfig) -> Mapping:
+    """The encoder and its pooler; the head is skipped."""
     return encoder_mapping(config, _HEADS)
 
 
