@@ -18,7 +18,7 @@ from rtp_llm.plan.pieces import Fill, Piece
 from rtp_llm.quantization.forms import Laid, Matrix, lay
 from rtp_llm.quantization.inline import made_tiles
 from rtp_llm.quantization.kernels import Kernel
-from rtp_llm.quantization.limits import Exactly, Limit, Look, Seen
+from rtp_llm.quantization.limits import DeferredChecks, ExactValues, Seen, ValueRange
 from rtp_llm.quantization.scaled import Scaled
 from rtp_llm.quantization.scheme import Finding, Scheme
 
@@ -85,19 +85,19 @@ class Quantisable(Planned):
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def watched(self, look: Look) -> Iterator[tuple[Seen, Limit | Exactly]]:
-        """Adds the values that are checked to ``look``, a parameter at a time where all its matrices have one limit; says what each
+    def watched(self, checks: DeferredChecks) -> Iterator[tuple[Seen, ValueRange | ExactValues]]:
+        """Adds the values that are checked to ``checks``, a parameter at a time where all its matrices have one limit; says what each
         has to be."""
         for held in self.held.values():
             limits = [held.scheme.limits(matrix) for matrix in held.matrices]
             for name, laid in held.laid.items():
                 wanted = [limit.get(laid.form.name) for limit in limits]
                 memory = getattr(self, name).data
-                alike = len({*wanted}) == 1 and not isinstance(wanted[0], Exactly)
+                alike = len({*wanted}) == 1 and not isinstance(wanted[0], ExactValues)
                 parts = [memory] if alike else [view(memory, box) for box in laid.boxes]
                 for limit, part in zip(wanted, parts, strict=False):
                     if limit is not None and part.numel():
-                        yield look.add(part) if isinstance(limit, Exactly) else look.extremes(part), limit
+                        yield checks.add(part) if isinstance(limit, ExactValues) else checks.extremes(part), limit
 
     def findings(self) -> Iterator[tuple[Matrix, Finding]]:
         """What is wrong with the values of quantised weights, once they are loaded."""

@@ -16,7 +16,7 @@ from rtp_llm.layers.norm import RMSNorm
 from rtp_llm.layers.rotary import RopeParameters, Rotary
 from rtp_llm.layers.transformer import CausalLM, DecoderLayer
 from rtp_llm.models.faults import ModelFault
-from rtp_llm.models.reader import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, ConfigReader
+from rtp_llm.models.reader import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, FieldReader
 from rtp_llm.models.rope import read_rope
 from rtp_llm.parallel.groups import Groups
 from rtp_llm.parallel.shard import Divides
@@ -84,25 +84,11 @@ class DecoderDefaults:
     partial_rotary: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The fields that every decoder family has, checked against each other."""
+def read_decoder(reader: FieldReader, defaults: DecoderDefaults) -> DecoderConfig:
+    """Reads the fields that every decoder family has, checked against each other; problems stay with the reader.
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    act: str
-    norm_eps: float
-    max_position_embeddings: int
-    rope: RopeParameters
-
-
-def read_sizes(reader: ConfigReader, defaults: DecoderDefaults) -> Sizes:
-    """Reads the common fields; problems stay with the reader."""
+    What families differ in is as in the plainest: no windows, a head of its own, no biases.  A family replaces what it has.
+    """
     hidden = reader.integer("hidden_size", 4096)
     heads = reader.integer("num_attention_heads", 32)
     kv_heads = reader.optional_integer("num_key_value_heads", defaults.kv_heads) or heads
@@ -110,11 +96,10 @@ def read_sizes(reader: ConfigReader, defaults: DecoderDefaults) -> Sizes:
         reader.fail("num_key_value_heads", f"a divisor of num_attention_heads ({heads})", actual=kv_heads)
     head_dim = _read_head_dim(reader, defaults, hidden, heads)
     longest = reader.integer("max_position_embeddings", defaults.max_position_embeddings, most=MAX_POSITIONS)
-    return Sizes(
+    return DecoderConfig(
         vocab_size=reader.integer("vocab_size", defaults.vocab_size),
         hidden_size=hidden,
         intermediate_size=reader.integer("intermediate_size", defaults.intermediate_size),
-        layers=reader.integer("num_hidden_layers", 32, most=MAX_LAYERS),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -122,10 +107,12 @@ def read_sizes(reader: ConfigReader, defaults: DecoderDefaults) -> Sizes:
         norm_eps=reader.number("rms_norm_eps", 1e-6),
         max_position_embeddings=longest,
         rope=read_rope(reader, head_dim, longest, partial=defaults.partial_rotary),
+        windows=(None,) * reader.integer("num_hidden_layers", 32, most=MAX_LAYERS),
+        tied=False,
     )
 
 
-def _read_head_dim(reader: ConfigReader, defaults: DecoderDefaults, hidden: int, heads: int) -> int:
+def _read_head_dim(reader: FieldReader, defaults: DecoderDefaults, hidden: int, heads: int) -> int:
     if defaults.head_dim_may_be_null:
         given = reader.optional_integer("head_dim", defaults.head_dim)
     else:
@@ -139,7 +126,7 @@ def _read_head_dim(reader: ConfigReader, defaults: DecoderDefaults, hidden: int,
     return given
 
 
-def read_tied(reader: ConfigReader, names: Collection[str]) -> bool:
+def read_tied(reader: FieldReader, names: Collection[str]) -> bool:
     """Whether the head is the embedding: the configuration must say so, and the checkpoint must hold no head of its own.
 
     A head in the file is loaded as it stands whatever the flag says; a head that neither is there is missing.
@@ -148,7 +135,7 @@ def read_tied(reader: ConfigReader, names: Collection[str]) -> bool:
     return flag and not any(name.startswith("lm_head.") for name in names)
 
 
-def read_layer_windows(reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
+def read_layer_windows(reader: FieldReader, layers: int) -> tuple[int | None, ...]:
     """Windows as Qwen2 and Qwen3 write them: ``use_sliding_window``, ``sliding_window`` and either ``layer_types`` or
     ``max_window_layers``, the first of which sees everything."""
     window = reader.optional_integer("sliding_window", 4096, most=MAX_POSITIONS)
@@ -163,39 +150,6 @@ def read_layer_windows(reader: ConfigReader, layers: int) -> tuple[int | None, .
             "layer_types", "full_attention alone, as use_sliding_window is not set", fault=ModelFault.BAD_FIELD, actual="sliding_attention"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
-
-
-def decoder_config(
-    sizes: Sizes,
-    *,
-    windows: tuple[int | None, ...],
-    tied: bool,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    mlp_bias: bool = False,
-    head_norms: bool = False,
-    sinks: bool = False,
-) -> DecoderConfig:
-    """The common fields and a family's own, as one configuration."""
-    return DecoderConfig(
-        vocab_size=sizes.vocab_size,
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        act=sizes.act,
-        norm_eps=sizes.norm_eps,
-        max_position_embeddings=sizes.max_position_embeddings,
-        rope=sizes.rope,
-        windows=windows,
-        tied=tied,
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        mlp_bias=mlp_bias,
-        head_norms=head_norms,
-        sinks=sinks,
-    )
 
 
 def decoder_conditions(config: DecoderConfig) -> tuple[Divides, ...]:

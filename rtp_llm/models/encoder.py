@@ -15,18 +15,17 @@ from rtp_llm.layers.encoder import Encoder, EncoderEmbedding, EncoderLayer
 from rtp_llm.layers.linear import ReplicatedLinear
 from rtp_llm.layers.mlp import MLP
 from rtp_llm.layers.norm import LayerNorm
-from rtp_llm.models.reader import MAX_LAYERS, ConfigReader
+from rtp_llm.models.reader import MAX_LAYERS, FieldReader
 from rtp_llm.parallel.groups import Groups
 from rtp_llm.parallel.shard import Divides
-from rtp_llm.plan.rules import AnyRule, Mapping, Rule, Skip
+from rtp_llm.plan.rules import Mapping, Rule, Skip
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
     """A BERT-type encoder.  ``padding_id``: the token from which positions are counted (RoBERTa), or None (BERT).
 
-    ``prefix`` stands before the tensor names in the checkpoint (``"bert."`` or nothing), and ``pooler`` says whether a
-    pooler is there: both are asked of the checkpoint.
+    ``pooler`` says whether a pooler is there, which is asked of the checkpoint.
     """
 
     vocab_size: int
@@ -39,13 +38,10 @@ class EncoderConfig:
     max_position_embeddings: int
     type_vocab_size: int
     padding_id: int | None
-    prefix: str
     pooler: bool
 
 
-def read_encoder(
-    reader: ConfigReader, names: Collection[str], *, prefix: str, vocab_size: int, default_padding_id: int | None
-) -> EncoderConfig:
+def read_encoder(reader: FieldReader, names: Collection[str], *, vocab_size: int, default_padding_id: int | None) -> EncoderConfig:
     """Reads the fields; problems stay with the reader.  ``default_padding_id`` None: the family does not count from padding."""
     hidden = reader.integer("hidden_size", 768)
     heads = reader.integer("num_attention_heads", 12)
@@ -56,7 +52,6 @@ def read_encoder(
     reader.only("add_cross_attention", (False,), "this family is an encoder")
     vocab = reader.integer("vocab_size", vocab_size)
     padding = None if default_padding_id is None else reader.integer("pad_token_id", default_padding_id, least=0, most=vocab - 1)
-    prefix = prefix if any(name.startswith(prefix) for name in names) else ""
     return EncoderConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -68,8 +63,7 @@ def read_encoder(
         max_position_embeddings=reader.integer("max_position_embeddings", 512),
         type_vocab_size=reader.integer("type_vocab_size", 2),
         padding_id=padding,
-        prefix=prefix,
-        pooler=any(name.startswith(f"{prefix}pooler.") for name in names),
+        pooler=any(name.startswith("pooler.") for name in names),
     )
 
 
@@ -97,16 +91,15 @@ _PARAMETERS = ("weight", "bias")
 
 def encoder_mapping(config: EncoderConfig, heads: Iterable[str]) -> Mapping:
     """``heads``: tensors of heads on top of the encoder, by template, which an embedding model does not run."""
-    at = config.prefix
-    rules: list[AnyRule] = [Rule(f"{at}embeddings.{raw}.weight", f"{slot}.weight") for raw, slot in _TABLES.items()]
-    rules += [Rule(f"{at}embeddings.LayerNorm.{raw}", f"embed_norm.{slot}") for raw, slot in _NORM_PARAMETERS]
+    rules: list[Rule] = [Rule(f"embeddings.{raw}.weight", f"{slot}.weight") for raw, slot in _TABLES.items()]
+    rules += [Rule(f"embeddings.LayerNorm.{raw}", f"embed_norm.{slot}") for raw, slot in _NORM_PARAMETERS]
     for (raw, slot), parameter in product(_LINEARS.items(), _PARAMETERS):
-        rules.append(Rule(f"{at}encoder.layer.{{}}.{raw}.{parameter}", f"layers.{{}}.{slot}.{parameter}"))
+        rules.append(Rule(f"encoder.layer.{{}}.{raw}.{parameter}", f"layers.{{}}.{slot}.{parameter}"))
     for (raw, slot), (old, new) in product(_NORMS.items(), _NORM_PARAMETERS):
-        rules.append(Rule(f"{at}encoder.layer.{{}}.{raw}.{old}", f"layers.{{}}.{slot}.{new}"))
+        rules.append(Rule(f"encoder.layer.{{}}.{raw}.{old}", f"layers.{{}}.{slot}.{new}"))
     if config.pooler:
-        rules += [Rule(f"{at}pooler.dense.{parameter}", f"pooler.{parameter}") for parameter in _PARAMETERS]
-    skips = [Skip(f"{at}embeddings.{name}", "counts up from 0, computed when needed") for name in ("position_ids", "token_type_ids")]
+        rules += [Rule(f"pooler.dense.{parameter}", f"pooler.{parameter}") for parameter in _PARAMETERS]
+    skips = [Skip(f"embeddings.{name}", "counts up from 0, computed when needed") for name in ("position_ids", "token_type_ids")]
     skips += [Skip(name, "a training head, which an embedding model does not run") for name in heads]
     return Mapping(tuple(rules), tuple(skips))
 

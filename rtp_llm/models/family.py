@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from rtp_llm.config.load import QUANTIZATION_METHODS
+from rtp_llm.models.prefixes import CAUSAL, Prefixes
 from rtp_llm.parallel.experts import ExpertLayers
 from rtp_llm.parallel.groups import Groups
 from rtp_llm.parallel.shard import Divides
-from rtp_llm.plan import rules
+from rtp_llm.plan import rules as plan_rules
 
 
 def no_experts(config: Any) -> None:
@@ -25,20 +26,34 @@ def no_experts(config: Any) -> None:
 class Implementation:
     """How a family reads its configuration, maps its checkpoint and builds its model.
 
-    parse_config(raw, names): ``config.json`` and the tensor names of the checkpoint to a frozen dataclass.  The names
-        settle what the configuration leaves open or gets wrong: whether there is a head, a pooler, a prefix.  Raises
+    read_config(raw, names): ``config.json`` and the tensor names of the checkpoint, without their prefix, to a frozen dataclass.
+        The names settle what the configuration leaves open or gets wrong: whether there is a head, or a pooler.  Raises
         ``ConfigError`` with every bad field.
     conditions(config): what the number of tensor-parallel ranks must fulfil.
-    mapping(config): rules for every tensor that the model needs, and skips, with reasons, for those it does not.
+    rules(config): rules, without a prefix, for every tensor that the model needs, and skips, with reasons, for those it does not.
     build(config, groups, dtype): the model of one rank on the meta device, in the dtype that its parameters will have.
     experts(config): how many experts there are, and in which layers; None for a model, or a family, without any.
+    prefixes: what may stand before tensor names.
     """
 
-    parse_config: Callable[[Mapping[str, Any], Collection[str]], Any]
+    read_config: Callable[[Mapping[str, Any], Collection[str]], Any]
     conditions: Callable[[Any], tuple[Divides, ...]]
-    mapping: Callable[[Any], rules.Mapping]
+    rules: Callable[[Any], plan_rules.Mapping]
     build: Callable[[Any, Groups, torch.dtype], nn.Module]
     experts: Callable[[Any], ExpertLayers | None] = no_experts
+    prefixes: Prefixes = CAUSAL
+
+    def parse_config(self, raw: Mapping[str, Any], names: Collection[str]) -> Any:
+        """The configuration of a checkpoint with these tensor ``names``.
+
+        Raises:
+            ConfigError: with every bad field.
+        """
+        return self.read_config(raw, self.prefixes.stripped(names))
+
+    def mapping(self, config: Any, names: Collection[str]) -> plan_rules.Mapping:
+        """The mapping of a checkpoint with these tensor ``names``."""
+        return self.prefixes.mapping(self.rules(config), names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,18 +13,13 @@ from rtp_llm.layers.mlp import GatedMLP
 from rtp_llm.layers.norm import RMSNorm
 from rtp_llm.layers.rotary import Rotary, Unrotated
 from rtp_llm.layers.transformer import CausalLM, DecoderLayer
+from rtp_llm.models.decoder_mapping import ROTARY_SKIPS
 from rtp_llm.models.latent_config import LatentConfig
 from rtp_llm.models.moe import MoENames, moe_block, mtp_skip, with_moe
 from rtp_llm.parallel.experts import ExpertLayers
 from rtp_llm.parallel.groups import Groups
 from rtp_llm.parallel.shard import Divides
-from rtp_llm.plan.rules import AnyRule, Mapping, Rule, Skip
-
-_RECOMPUTED = "rotary frequencies are computed from the configuration"
-_SKIPS = (
-    Skip("model.layers.{}.self_attn.rotary_emb.inv_freq", _RECOMPUTED),
-    Skip("model.rotary_emb.inv_freq", _RECOMPUTED),
-)
+from rtp_llm.plan.rules import Mapping, Rule
 
 #: How DeepSeek and those after it spell experts, one by one or, as transformers holds them in memory, stacked.
 _EXPERTS = MoENames(bias="gate.e_score_correction_bias", shared="shared_experts")
@@ -63,42 +58,42 @@ def attention_modules(shape: MLAShape) -> Iterator[tuple[str, str, bool]]:
 
 
 def module_rules(modules: Iterable[tuple[str, str, bool]], at: str, to: str) -> Iterator[Rule]:
-    """Rules for the weights, and biases, of modules below ``model.layers.{}.{at}``, for slots below ``layers.{}.{to}``."""
+    """Rules for the weights, and biases, of modules below ``layers.{}.{at}``, for slots below ``layers.{}.{to}``."""
     for module, slot, bias in modules:
         for parameter in ("weight", "bias") if bias else ("weight",):
-            yield Rule(f"model.layers.{{}}.{at}{module}.{parameter}", f"layers.{{}}.{to}{slot}.{parameter}")
+            yield Rule(f"layers.{{}}.{at}{module}.{parameter}", f"layers.{{}}.{to}{slot}.{parameter}")
 
 
 def mlp_rules(at: str, to: str) -> Iterator[Rule]:
-    """Rules for a gated MLP below ``model.layers.{}.{at}``."""
+    """Rules for a gated MLP below ``layers.{}.{at}``."""
     return module_rules(((f"{one}_proj", one, False) for one in ("gate", "up", "down")), at, to)
 
 
-def common_rules(config: LatentConfig) -> Iterator[AnyRule]:
+def common_rules(config: LatentConfig) -> Iterator[Rule]:
     """Rules for what is neither attention nor MLP."""
-    yield Rule("model.embed_tokens.weight", "embed.weight")
-    yield Rule("model.norm.weight", "norm.weight")
+    yield Rule("embed_tokens.weight", "embed.weight")
+    yield Rule("norm.weight", "norm.weight")
     if not config.tied:
         yield Rule("lm_head.weight", "lm_head.weight")
     norms = (("input_layernorm", "input_norm", False), ("post_attention_layernorm", "post_attention_norm", False))
     yield from module_rules(norms, "", "")
 
 
-def latent_mapping(config: LatentConfig, rules: Iterable[AnyRule], *names: MoENames) -> Mapping:
+def with_latent_experts(config: LatentConfig, rules: Iterable[Rule], *names: MoENames) -> Mapping:
     """A mapping of ``rules`` and those of experts, which skips the layers for multi-token prediction, their experts included."""
     skipped = mtp_skip(config.sizes.layers, config.mtp_layers)
-    return with_moe(Mapping(tuple(rules), _SKIPS), config.moe, *names, skipped_layers=skipped)
+    return with_moe(Mapping(tuple(rules), ROTARY_SKIPS), config.moe, *names, skipped_layers=skipped)
 
 
-def mapping(config: LatentConfig) -> Mapping:
+def latent_mapping(config: LatentConfig) -> Mapping:
     """The names of DeepSeek's families and of those that took them over.
 
     Rules for just those tensors that the configuration asks for: a bias or head that it does not know is unexpected.
     """
-    rules: list[AnyRule] = [*common_rules(config), *module_rules(attention_modules(config.sizes.attention), "self_attn.", "attn.")]
+    rules: list[Rule] = [*common_rules(config), *module_rules(attention_modules(config.sizes.attention), "self_attn.", "attn.")]
     if len(config.moe.layers) < config.sizes.layers:
         rules += mlp_rules("mlp.", "mlp.")
-    return latent_mapping(config, rules, _EXPERTS)
+    return with_latent_experts(config, rules, _EXPERTS)
 
 
 def build_latent(

@@ -14,7 +14,7 @@ from rtp_llm.layers.moe import MoEShape
 from rtp_llm.layers.rotary import RopeParameters
 from rtp_llm.models.decoder import read_tied
 from rtp_llm.models.moe import MoEConfig, RoutingFields, read_expert_count, read_routing
-from rtp_llm.models.reader import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, ConfigReader
+from rtp_llm.models.reader import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, FieldReader
 from rtp_llm.models.rope import read_rope
 
 RoutingMethod = Literal["greedy", "group_limited_greedy", "noaux_tc"]
@@ -51,7 +51,7 @@ class LatentSizes:
 
 
 def read_latent(
-    reader: ConfigReader,
+    reader: FieldReader,
     defaults: LatentDefaults,
     *,
     rotated: bool = True,
@@ -130,7 +130,7 @@ class ExpertDefaults:
 
 
 def read_experts(
-    reader: ConfigReader,
+    reader: FieldReader,
     sizes: LatentSizes,
     layers: tuple[int, ...],
     method: RoutingMethod,
@@ -155,7 +155,7 @@ def read_experts(
     return MoEConfig(MoEShape(sizes.hidden_size, size, sizes.act, routing, shared * size or None), layers)
 
 
-def read_sparse_layers(reader: ConfigReader, layers: int, dense: int, *, listed: bool = False) -> tuple[int, ...]:
+def read_sparse_layers(reader: FieldReader, layers: int, dense: int, *, listed: bool = False) -> tuple[int, ...]:
     """The numbers of the layers with experts: those from ``first_k_dense_replace`` (``dense`` where it is absent) on whose
     number ``moe_layer_freq`` divides; or, where the family knows it (``listed``), as ``mlp_layer_types`` says."""
     types = reader.words("mlp_layer_types", layers, ("dense", "sparse")) if listed else None
@@ -171,7 +171,7 @@ def count_mtp_layers(layers: int, names: Collection[str]) -> int:
 
     A layer behind the last one that has none is not excused, so that a ``num_hidden_layers`` that is too small is noticed.
     """
-    return next(n for n in count() if f"model.layers.{layers + n}.eh_proj.weight" not in names)
+    return next(n for n in count() if f"layers.{layers + n}.eh_proj.weight" not in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class LatentConfig:
 
 
 def latent_config(
-    reader: ConfigReader, sizes: LatentSizes, moe: MoEConfig, names: Collection[str], *, wide_rotary: bool = False
+    reader: FieldReader, sizes: LatentSizes, moe: MoEConfig, names: Collection[str], *, wide_rotary: bool = False
 ) -> LatentConfig:
     """The common fields and a family's own, as one configuration.
 
@@ -203,7 +203,7 @@ def latent_config(
 
 
 def sigmoid_config(
-    reader: ConfigReader,
+    reader: FieldReader,
     sizes: LatentSizes,
     names: Collection[str],
     experts: ExpertDefaults,

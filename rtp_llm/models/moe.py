@@ -14,14 +14,15 @@ from rtp_llm.layers.moe import MoE, MoEShape
 from rtp_llm.layers.router import RENORMALISE_EPSILON, Routing, unroutable
 from rtp_llm.layers.transformer import CausalLM
 from rtp_llm.models.decoder import DecoderConfig, build_decoder, decoder_conditions
+from rtp_llm.models.decoder_mapping import decoder_mapping
 from rtp_llm.models.faults import ModelFault
-from rtp_llm.models.reader import MAX_LAYERS, ConfigReader
+from rtp_llm.models.reader import MAX_LAYERS, FieldReader
 from rtp_llm.parallel.experts import ExpertLayers
 from rtp_llm.parallel.groups import Groups
 from rtp_llm.parallel.shard import Divides
 from rtp_llm.plan import rules
 from rtp_llm.plan.experts import ExpertNames, expert_rules, swapped_names
-from rtp_llm.plan.rules import AnyRule, Rule, SkipLayers
+from rtp_llm.plan.rules import Rule, SkipLayers
 
 #: The most experts of a layer, and of all layers together.  Published models have up to 512 and some 25,000; planning takes
 #: time and memory for each, before anything else could show that a configuration is absurd.
@@ -63,7 +64,7 @@ class MoEDecoderConfig:
     mtp_layers: int = 0
 
 
-def read_expert_count(reader: ConfigReader, name: str, default: int, layers: int) -> int:
+def read_expert_count(reader: FieldReader, name: str, default: int, layers: int) -> int:
     """The number of experts of each of ``layers`` layers."""
     count = reader.integer(name, default, most=MAX_EXPERTS)
     if count * layers > MAX_ALL_EXPERTS:
@@ -83,7 +84,7 @@ class RoutingFields:
 
 
 def read_routing(
-    reader: ConfigReader,
+    reader: FieldReader,
     experts: int,
     method: Literal["greedy", "group_limited_greedy", "noaux_tc"],
     *,
@@ -133,7 +134,7 @@ def read_routing(
     )
 
 
-def read_sparse_layers(reader: ConfigReader, layers: int) -> tuple[int, ...]:
+def read_stepped_layers(reader: FieldReader, layers: int) -> tuple[int, ...]:
     """The layers with experts as Qwen writes it: every ``decoder_sparse_step``-th, without those of ``mlp_only_layers``."""
     step = reader.integer("decoder_sparse_step", 1, most=MAX_LAYERS)
     dense = reader.raw.get("mlp_only_layers") or ()
@@ -184,20 +185,20 @@ class MoENames:
     ``experts`` are the spellings of the experts themselves, the published one first.
     """
 
-    at: str = "model.layers.{}.mlp"
+    at: str = "layers.{}.mlp"
     router: str = "gate.weight"
     bias: str = ""
     shared: str = ""
     shared_gate: str = ""
-    experts: tuple[ExpertNames, ...] = field(default_factory=lambda: (ExpertNames("model.layers.{}.mlp.experts"),))
+    experts: tuple[ExpertNames, ...] = field(default_factory=lambda: (ExpertNames("layers.{}.mlp.experts"),))
 
 
-def moe_rules(moe: MoEConfig, *names: MoENames) -> tuple[AnyRule, ...]:
+def moe_rules(moe: MoEConfig, *names: MoENames) -> tuple[Rule, ...]:
     """Rules for the layers of experts, in all the spellings."""
     return tuple(rule for one in names for rule in _moe_rules(moe.shape, one)) if moe.layers else ()
 
 
-def _moe_rules(shape: MoEShape, names: MoENames) -> Iterable[AnyRule]:
+def _moe_rules(shape: MoEShape, names: MoENames) -> Iterable[Rule]:
     yield Rule(f"{names.at}.{names.router}", "layers.{}.router.weight")
     if shape.routing.corrected or shape.routing.biased:
         yield Rule(f"{names.at}.{names.bias}", "layers.{}.router.bias")
@@ -215,10 +216,16 @@ def with_moe(dense: rules.Mapping, moe: MoEConfig, *names: MoENames, skipped_lay
     return rules.Mapping((*dense.rules, *moe_rules(moe, *names)), dense.skips, refused, skipped_layers)
 
 
+def moe_mapping(config: MoEDecoderConfig, *names: MoENames) -> rules.Mapping:
+    """Rules for just those tensors that the configuration asks for; layers for multi-token prediction are skipped."""
+    skipped = mtp_skip(config.decoder.layers, config.mtp_layers)
+    return with_moe(decoder_mapping(config.decoder), config.moe, *names, skipped_layers=skipped)
+
+
 def mtp_skip(layers: int, mtp_layers: int) -> SkipLayers | None:
     """The named rule that leaves out the layers behind the last one, experts and all."""
     reason = "layers for multi-token prediction are not run"
-    return SkipLayers("model.layers.{}", layers, layers + mtp_layers, reason) if mtp_layers else None
+    return SkipLayers("layers.{}", layers, layers + mtp_layers, reason) if mtp_layers else None
 
 
 def defaulted(raw: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:

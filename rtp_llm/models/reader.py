@@ -1,20 +1,15 @@
-"""Reads ``config.json``, an untrusted file, and collects everything that is wrong with it before refusing it."""
+"""How families read ``config.json``, and the limits that all of them keep."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, TypeGuard
+from collections.abc import Mapping
+from typing import Any, Final
 
-from rtp_llm.errors import ConfigError, Problem
+from rtp_llm.checkpoint.fields import CONFIG_FILE, MAX_SIZE, FieldFaults, FieldReader
+from rtp_llm.errors import ConfigError
 from rtp_llm.models.faults import ModelFault
 
-#: The file that problems name.
-CONFIG_FILE: Final = "config.json"
-
-#: The largest size of one dimension: some 50 times any published model's, and small enough that the bytes of a matrix of
-#: two of them still fit 63 bits.
-MAX_SIZE: Final = 2**24
+__all__ = ["CONFIG_FILE", "MAX_LAYERS", "MAX_POSITIONS", "MAX_SIZE", "FieldReader", "config_reader"]
 
 #: The largest number of layers; published models have fewer than 200, and each costs a module, a millisecond of building
 #: and nine findings before anything is checked.
@@ -23,148 +18,9 @@ MAX_LAYERS: Final = 512
 #: The largest context length, in tokens: what an int32 position can count.
 MAX_POSITIONS: Final = 2**31 - 1
 
-#: The range of numbers that are not whole.  Nothing published comes near either end, and powers and products of a few of
-#: them stay finite in float64.
-MIN_NUMBER: Final = 1e-30
-MAX_NUMBER: Final = 1e30
-
-#: How much of a bad value a message shows; a hostile one may be megabytes long.
-MAX_SHOWN: Final = 100
+_FAULTS = FieldFaults(ModelFault.BAD_FIELD, ModelFault.UNSUPPORTED_FIELD, ConfigError)
 
 
-class ConfigReader:
-    """Typed access to the fields of one JSON object.
-
-    A bad field is noted, once, and its default returned, so that reading goes on; :meth:`finish` then refuses them all at
-    once.  Checks of fields against each other ask :meth:`sound` first, so that one mistake is one problem.  A field that is
-    absent takes its default; one that is ``null`` does so only where ``null`` is a value that the family's reference allows
-    (the ``optional_`` methods).
-    """
-
-    def __init__(self, raw: Mapping[str, Any], *, path: str = "", problems: list[Problem] | None = None) -> None:
-        self.raw = raw
-        self._path = path
-        self.problems: list[Problem] = [] if problems is None else problems
-
-    def finish(self) -> None:
-        """Raises:
-        ConfigError: with all problems found, if any.
-        """
-        if self.problems:
-            raise ConfigError(self.problems)
-
-    def fail(
-        self, name: str, expected: str, *, fault: ModelFault = ModelFault.BAD_FIELD, actual: object = None, fix: str | None = None
-    ) -> None:
-        """Notes a problem with the field ``name``, the first one; ``actual`` is its value unless another is given."""
-        if not self.sound(name):
-            return
-        if actual is None:
-            actual = _shown(self.raw[name]) if name in self.raw else "nothing"
-        self.problems.append(Problem(fault, f"field {self._path}{name}", file=CONFIG_FILE, expected=expected, actual=str(actual), fix=fix))
-
-    def sound(self, *names: str) -> bool:
-        """Whether no problem was found with any of these fields."""
-        bad = {problem.what for problem in self.problems}
-        return not any(f"field {self._path}{name}" in bad for name in names)
-
-    def integer(self, name: str, default: int, *, least: int = 1, most: int = MAX_SIZE) -> int:
-        """A whole number in ``[least, most]``."""
-        value = self.raw.get(name, default)
-        if not _is_int(value) or not least <= value <= most:
-            self.fail(name, f"a whole number from {least} to {most}")
-            return default
-        return int(value)
-
-    def optional_integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE) -> int | None:
-        """The same, or None for ``null``."""
-        if self.raw.get(name, default) is None:
-            return None
-        return self.integer(name, least if default is None else default, least=least, most=most)
-
-    def number(self, name: str, default: float, *, above: float = 0.0) -> float:
-        """A number greater than ``above``, and neither too small nor too large to compute with."""
-        value = self.raw.get(name, default)
-        if not _is_number(value) or not max(above, MIN_NUMBER) < value <= MAX_NUMBER:
-            self.fail(name, f"a number above {above:g}, up to {MAX_NUMBER:g}")
-            return default
-        return float(value)
-
-    def optional_number(self, name: str, *, above: float = 0.0) -> float | None:
-        """The same, or None where it is absent or ``null``."""
-        return None if self.raw.get(name) is None else self.number(name, above + 1, above=above)
-
-    def boolean(self, name: str, default: bool) -> bool:
-        """``true`` or ``false``."""
-        value = self.raw.get(name, default)
-        if not isinstance(value, bool):
-            self.fail(name, "true or false")
-            return default
-        return value
-
-    def choice(self, name: str, default: str, known: Collection[str]) -> str:
-        """One of the ``known`` words."""
-        value = self.raw.get(name, default)
-        if not isinstance(value, str) or value not in known:
-            self.fail(name, f"one of {', '.join(sorted(known))}", fault=ModelFault.UNSUPPORTED_FIELD)
-            return default
-        return value
-
-    def numbers(self, name: str, length: int) -> tuple[float, ...]:
-        """A list of ``length`` positive finite numbers."""
-        value = self.raw.get(name)
-        if not _is_list(value) or len(value) != length or not all(_is_number(x) and x > 0 for x in value):
-            self.fail(name, f"a list of {length} positive numbers")
-            return (1.0,) * length
-        return tuple(map(float, value))
-
-    def words(self, name: str, length: int, known: Collection[str]) -> tuple[str, ...] | None:
-        """A list of ``length`` of the ``known`` words; None where it is absent or ``null``."""
-        value = self.raw.get(name)
-        if value is None:
-            return None
-        if not _is_list(value) or len(value) != length or not all(isinstance(x, str) and x in known for x in value):
-            self.fail(name, f"a list of {length} of {', '.join(sorted(known))}")
-            return None
-        return tuple(value)
-
-    def nested(self, name: str) -> ConfigReader | None:
-        """A reader of the object under ``name``, which adds to the same problems; None where it is absent, ``null`` or empty."""
-        value = self.raw.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, Mapping):
-            self.fail(name, "an object")
-            return None
-        return ConfigReader(value, path=f"{self._path}{name}.", problems=self.problems) if value else None
-
-    def only(self, name: str, allowed: Sequence[object], reason: str) -> None:
-        """Refuses any value of ``name`` but those ``allowed``; absence is allowed."""
-        value = self.raw.get(name, allowed[0])
-        if not any(type(value) is type(one) and value == one for one in allowed):
-            self.fail(name, " or ".join(map(repr, allowed)), fault=ModelFault.UNSUPPORTED_FIELD, fix=reason)
-
-
-def _shown(value: object) -> str:
-    """A JSON value as a message shows it: containers by their size, since a deep one cannot be printed."""
-    if isinstance(value, Mapping):
-        return f"an object of {len(value)}"
-    if _is_list(value):
-        return f"a list of {len(value)}"
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    # An int too large for a float is no number either.
-    if isinstance(value, int):
-        return not isinstance(value, bool) and abs(value) < 2**63
-    return isinstance(value, float) and math.isfinite(value)
-
-
-def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, Sequence) and not isinstance(value, str)
+def config_reader(raw: Mapping[str, Any]) -> FieldReader:
+    """A reader of ``config.json``, which raises ``ConfigError``."""
+    return FieldReader(raw, _FAULTS)

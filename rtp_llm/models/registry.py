@@ -47,6 +47,7 @@ FAMILIES: tuple[Family, ...] = register(
         Family("llama", "causal", ("LlamaForCausalLM",), "rtp_llm.models.llama"),
         Family("mistral", "causal", ("MistralForCausalLM",), "rtp_llm.models.mistral"),
         Family("mixtral", "causal", ("MixtralForCausalLM",), "rtp_llm.models.mixtral", _EXPERTS),
+        Family("phi3", "causal", ("Phi3ForCausalLM",), "rtp_llm.models.phi3"),
         Family("qwen2", "causal", ("Qwen2ForCausalLM",), "rtp_llm.models.qwen2"),
         Family("qwen2_moe", "causal", ("Qwen2MoeForCausalLM",), "rtp_llm.models.qwen2_moe", _EXPERTS),
         Family("qwen3", "causal", ("Qwen3ForCausalLM",), "rtp_llm.models.qwen3"),

@@ -7,20 +7,20 @@ from typing import Any
 
 from rtp_llm.layers.rotary import ROPE_KINDS, RopeParameters
 from rtp_llm.models.faults import ModelFault
-from rtp_llm.models.reader import MAX_POSITIONS, ConfigReader
+from rtp_llm.models.reader import MAX_POSITIONS, FieldReader
 
 #: What transformers takes where no file says otherwise (``RotaryEmbeddingConfigMixin.default_theta``).
 DEFAULT_THETA = 10_000.0
 
 
-def read_rope(reader: ConfigReader, head_dim: int, max_position_embeddings: int, *, partial: bool = False) -> RopeParameters:
+def read_rope(reader: FieldReader, head_dim: int, max_position_embeddings: int, *, partial: bool = False) -> RopeParameters:
     """The rotary parameters of a family that has one set for all its layers.
 
     As in transformers, ``rope_scaling`` goes before ``rope_parameters`` where both are there and says something, and a
     ``rope_theta`` or ``partial_rotary_factor`` inside goes before one beside.  ``partial``: the family turns only a part of
     each head where ``partial_rotary_factor`` says so; others refuse that.
     """
-    inner = reader.nested("rope_scaling") or reader.nested("rope_parameters") or ConfigReader({}, problems=reader.problems)
+    inner = reader.nested("rope_scaling") or reader.nested("rope_parameters") or reader.beside({}, "")
     _refuse_layers(inner)
     fields = _gathered(reader, inner)
     kind = fields.choice("rope_type", "default", ROPE_KINDS)
@@ -39,7 +39,7 @@ def read_rope(reader: ConfigReader, head_dim: int, max_position_embeddings: int,
     return _parameters(fields, kind, dim, max_position_embeddings, original)
 
 
-def _refuse_layers(inner: ConfigReader) -> None:
+def _refuse_layers(inner: FieldReader) -> None:
     """Parameters for each layer type would be read as none at all, and give the default rotation without a word."""
     for name, value in inner.raw.items():
         if isinstance(value, Mapping):
@@ -48,7 +48,7 @@ def _refuse_layers(inner: ConfigReader) -> None:
             )
 
 
-def _gathered(reader: ConfigReader, inner: ConfigReader) -> ConfigReader:
+def _gathered(reader: FieldReader, inner: FieldReader) -> FieldReader:
     """All fields in one object, under the path of the nested one."""
     fields: dict[str, Any] = {}
     for name in ("rope_theta", "partial_rotary_factor"):
@@ -60,10 +60,10 @@ def _gathered(reader: ConfigReader, inner: ConfigReader) -> ConfigReader:
     if "original_max_position_embeddings" in reader.raw:
         # Phi-3 and its kin write it outside, and there it wins.
         fields["original_max_position_embeddings"] = reader.raw["original_max_position_embeddings"]
-    return ConfigReader(fields, path="rope_parameters." if inner.raw else "", problems=reader.problems)
+    return reader.beside(fields, "rope_parameters." if inner.raw else "")
 
 
-def _rotated(fields: ConfigReader, kind: str, head_dim: int, partial: bool) -> int:
+def _rotated(fields: FieldReader, kind: str, head_dim: int, partial: bool) -> int:
     """The rotated elements of a head.  ``proportional`` turns a part of them by itself."""
     dim = head_dim
     if kind != "proportional" and fields.raw.get("partial_rotary_factor") is not None:
@@ -77,7 +77,7 @@ def _rotated(fields: ConfigReader, kind: str, head_dim: int, partial: bool) -> i
     return dim
 
 
-def _parameters(fields: ConfigReader, kind: str, dim: int, longest: int, original: int) -> RopeParameters:
+def _parameters(fields: FieldReader, kind: str, dim: int, longest: int, original: int) -> RopeParameters:
     known = {*ROPE_KINDS[kind].required, *ROPE_KINDS[kind].optional}
 
     def number(name: str) -> float | None:

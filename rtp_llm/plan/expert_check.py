@@ -12,7 +12,7 @@ from rtp_llm.plan import rules
 from rtp_llm.plan.faults import PlanFault
 from rtp_llm.plan.ops import Source
 from rtp_llm.plan.pieces import ExpertSlots
-from rtp_llm.plan.rules import Misfit, template
+from rtp_llm.plan.rules import WrongShape, template
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class Contradicted:
 
 
 def contradictions(
-    experts: tuple[ExpertSlots, ...], slots: Mapping[str, Source], misfits: Mapping[str, Misfit], tensors: Mapping[str, TensorInfo]
+    experts: tuple[ExpertSlots, ...], slots: Mapping[str, Source], wrong_shapes: Mapping[str, WrongShape], tensors: Mapping[str, TensorInfo]
 ) -> Contradicted:
     """Compares the configuration's number of experts with what the file says: rows of routers, and stacked tensors.
 
     A checkpoint whose routers agree with the configuration lacks experts, or has too many, as a fault of single tensors.
     """
-    problems = [misfit_problem(tensors[name], misfit) for name, misfit in misfits.items()]
+    problems = [shape_problem(tensors[name], wrong) for name, wrong in wrong_shapes.items()]
     prefixes: set[str] = set()
     by_count: defaultdict[tuple[int, int], list[TensorInfo]] = defaultdict(list)
     for layer in experts:
@@ -63,16 +63,16 @@ def contradictions(
     return Contradicted(tuple(problems), frozenset(prefixes))
 
 
-def misfit_problem(tensor: TensorInfo, misfit: Misfit) -> Problem:
+def shape_problem(tensor: TensorInfo, wrong: WrongShape) -> Problem:
     """What is told of a tensor that its rule cannot divide."""
     return Problem(
-        misfit.fault,
-        misfit.what,
+        wrong.fault,
+        wrong.what,
         file=tensor.file,
         tensor=tensor.name,
-        expected=misfit.expected,
+        expected=wrong.expected,
         actual=str(list(tensor.shape)),
-        fix="check that config.json belongs to these weights",
+        fix=wrong.fix,
     )
 
 

@@ -19,7 +19,7 @@ from rtp_llm.plan.making import Made, Maker, Product, Stage
 from rtp_llm.plan.ops import Source
 from rtp_llm.plan.pieces import Fill
 from rtp_llm.plan.plan import Delivery, LoadPlan, ModelSide, Skipped, Target, agreement_lines, compatible, digest
-from rtp_llm.plan.rules import Mapping, Misfit, template
+from rtp_llm.plan.rules import Mapping, WrongShape, template
 
 #: What is made of a slot is made of its stored values, whichever floating-point type they have.
 _ANY_FLOAT = "float32"
@@ -27,12 +27,12 @@ _ANY_FLOAT = "float32"
 
 @dataclass(slots=True)
 class Provided:
-    """What a mapping makes of a catalogue; ``misfits`` are tensors, by name, that their rule cannot divide."""
+    """What a mapping makes of a catalogue; ``wrong_shapes`` are tensors, by name, that their rule cannot divide."""
 
     slots: dict[str, Source] = field(default_factory=dict)
     skipped: list[Skipped] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
-    misfits: dict[str, Misfit] = field(default_factory=dict)
+    wrong_shapes: dict[str, WrongShape] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -49,22 +49,20 @@ def provide(mapping: Mapping, tensors: Iterable[TensorInfo]) -> Provided:
         if rule is None:
             found.unexpected.append(tensor.name)
             continue
-        misfit = rule.misfit(tensor.shape)
-        if misfit is not None:
-            found.misfits[tensor.name] = misfit
+        wrong = rule.wrong_shape(tensor.shape)
+        if wrong is not None:
+            found.wrong_shapes[tensor.name] = wrong
             continue
-        provisions = tuple(rule.provide(numbers, tensor.shape))
-        if not provisions:
-            found.unexpected.append(tensor.name)
-        boxes: list[Box] = []
-        for provision in provisions:
+        # A set: slots may share a tensor, such as one scale for all that is fused.
+        boxes: set[Box] = set()
+        for provision in rule.provide(numbers, tensor.shape):
             source = Source(tensor.name, tensor.shape, provision.ops)
             other = found.slots.setdefault(provision.slot, source)
             if other is not source:
                 found.problems.append(_doubled(tensor, provision.slot, other.raw))
             if source.ops:
-                boxes.append(source.pull(whole(source.slot_shape)))
-        if boxes and not tiles(tensor.shape, boxes):
+                boxes.add(source.pull(whole(source.slot_shape)))
+        if boxes and not tiles(tensor.shape, list(boxes)):
             found.problems.append(
                 Problem(
                     PlanFault.SOURCE_UNCOVERED,
@@ -101,7 +99,7 @@ def join(catalog: Catalog, mapping: Mapping, model: ModelSide) -> LoadPlan:
     """
     tensors = {t.name: t for t in catalog.tensors}
     found = provide(mapping, catalog.tensors)
-    wrong = contradictions(model.experts, found.slots, found.misfits, tensors)
+    wrong = contradictions(model.experts, found.slots, found.wrong_shapes, tensors)
     needs, wants, fills, stages, problems = _needs(model, found.slots, tensors, wrong)
 
     unused = {source.raw for slot, source in found.slots.items() if slot not in needs and not wrong.concern(slot)}
@@ -110,8 +108,8 @@ def join(catalog: Catalog, mapping: Mapping, model: ModelSide) -> LoadPlan:
         slot: proposed_names(mapping, slot, tensors)
         for slot in sorted(slot for slot in needs if slot not in found.slots and not wrong.concern(slot))
     }
-    # What a misfit would provide is not missing: the misfit is what is wrong.
-    absent = {slot: names for slot, names in absent.items() if not any(name in found.misfits for name in mapping.raw_names(slot))}
+    # What a tensor of a wrong shape would provide is not missing: the shape is what is wrong.
+    absent = {slot: names for slot, names in absent.items() if not any(name in found.wrong_shapes for name in mapping.raw_names(slot))}
     problems += found.problems
     problems += wrong.problems
     problems += [_unexpected(tensors[raw], mapping) for raw in unexpected]

@@ -69,25 +69,28 @@ class Select:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """``count`` rows from ``start`` of the first dimension: gate or up of a tensor that holds both."""
+class Cut:
+    """``count`` elements from ``start`` of dimension ``dim``: gate or up of a tensor that holds both one above the other."""
 
     start: int
     count: int
+    dim: int = 0
 
     verbatim: ClassVar[bool] = True
     local: ClassVar[bool] = True
 
     def out_shape(self, shape: Shape) -> Shape:
-        return (self.count, *shape[1:])
+        return (*shape[: self.dim], self.count, *shape[self.dim + 1 :])
 
     def pull(self, box: Box, shape: Shape) -> Box:
-        (a, b), *rest = box
-        return ((a + self.start, b + self.start), *rest)
+        return self._moved(box, self.start)
 
     def push(self, box: Box, shape: Shape) -> Box:
-        (a, b), *rest = box
-        return ((a - self.start, b - self.start), *rest)
+        return self._moved(box, -self.start)
+
+    def _moved(self, box: Box, by: int) -> Box:
+        a, b = box[self.dim]
+        return (*box[: self.dim], (a + by, b + by), *box[self.dim + 1 :])
 
     def apply(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

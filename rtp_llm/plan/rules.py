@@ -6,14 +6,17 @@ dictionary keys, so that looking up 91,000 names costs 91,000 look-ups whatever 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Mapping as AbstractMapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from math import gcd, prod
 
 from rtp_llm.plan.boxes import Shape
 from rtp_llm.plan.faults import PlanFault
-from rtp_llm.plan.ops import Op
+from rtp_llm.plan.ops import Cut, Op, Select
+
+#: What a weight's name ends with, in checkpoints and in slots.
+_WEIGHT = ".weight"
 
 
 def template(name: str) -> tuple[str, tuple[int, ...]]:
@@ -35,52 +38,169 @@ class Provision:
 
 
 @dataclass(frozen=True, slots=True)
-class Misfit:
-    """Why a rule cannot divide a tensor: the fault, what is wrong, and the shape that it takes."""
+class WrongShape:
+    """Why a rule cannot divide a tensor: the fault, what is wrong, the shape that it takes, and what to do."""
 
     fault: PlanFault
     what: str
     expected: str
+    fix: str = "check that config.json belongs to these weights"
 
 
-class AnyRule(Protocol):
-    """What a raw tensor whose name fits the template ``raw`` provides."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of several matrices that a tensor holds one above another.
 
-    @property
-    def raw(self) -> str:
-        """The raw name's template."""
+    ``name`` replaces ``*`` in the rule's slot.  ``share``: its rows in proportion to those of the other parts, so that the same
+    numbers divide the weight, its bias, and scales that stand for one row or for many.
+    """
 
-    @property
-    def slots(self) -> tuple[str, ...]:
-        """The templates of the slots it provides, for naming the raw tensor that a missing slot should come from.
+    name: str
+    share: int = 1
 
-        The numbers of the raw name come first in them.
-        """
 
-    def misfit(self, shape: Shape) -> Misfit | None:
-        """Why a tensor of this shape cannot provide anything; None where it can."""
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """A tensor beside a weight (scales, zero points, indices), by its name behind the weight's module.
 
-    def provide(self, numbers: tuple[int, ...], shape: Shape) -> Iterable[Provision]:
-        """Provisions of the tensor with these ``numbers`` in its name and this shape, which is no misfit."""
+    rows: the dimension along the weight's output features; it is divided where the weight is.  None: it has no such dimension,
+        and every part shares it.
+    stacked: its dimensions where it holds those of all experts, the experts' own included; they come first, then output features.
+    upright: there it lies so even if the weights are transposed.
+    joint: what joins it to the name of stacked weights, which end in no ``.weight``; None: ``_`` and its name.
+    """
+
+    name: str
+    rows: int | None = 0
+    stacked: int = 3
+    upright: bool = False
+    joint: str | None = None
+
+    def behind(self, stacked: bool) -> str:
+        """What its name has behind that of the weight's module, or of stacked weights."""
+        if not stacked:
+            return f".{self.name}"
+        return f"_{self.name}" if self.joint is None else self.joint
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One raw tensor, one slot: the numbers of the raw name go into the slot's name in order."""
+    """What a raw tensor provides: one slot, or a slot for each part of each expert that it holds.
+
+    raw: the template of its name.
+    slot: the template of the slots.  The numbers of the raw name go into it in order, then an expert's, and a part's name for ``*``.
+    ops: what turns the tensor (of an expert, where it holds several) into a slot's layout.
+    parts: the matrices that it holds, from the first row on; none where it holds one.
+    experts: how many experts its first dimension counts; 0 where there is no such dimension.
+    dims: its dimensions, where it holds experts.
+    rows: the dimension that parts divide, once ``ops`` are applied; None where all of them share the whole tensor.
+    """
 
     raw: str
     slot: str
     ops: tuple[Op, ...] = ()
+    parts: tuple[Part, ...] = ()
+    experts: int = 0
+    dims: int = 3
+    rows: int | None = 0
 
     @property
     def slots(self) -> tuple[str, ...]:
-        return (self.slot,)
+        """The templates of the slots, for naming the raw tensor that a missing slot should come from."""
+        return tuple(self.slot.replace("*", part.name) for part in self.parts) or (self.slot,)
 
-    def misfit(self, shape: Shape) -> Misfit | None:
+    @property
+    def tensor(self) -> str:
+        """Which of a module's tensors it is, by its name in slots: ``weight``, ``bias``, ``weight_scale``."""
+        return self.slot.rpartition(".")[2]
+
+    def beside(self, companion: Companion) -> Rule | None:
+        """The rule for a companion of the weight that this rule is for.
+
+        None where this rule is for no weight, or for one that no format quantises: transposed, or stacked under a name in ``.weight``.
+        """
+        module, plain = self.raw.removesuffix(_WEIGHT), self.raw.endswith(_WEIGHT)
+        if not self.slot.endswith(_WEIGHT) or plain == bool(self.experts) or (plain and self.ops):
+            return None
+        raw, slot = f"{module}{companion.behind(bool(self.experts))}", f"{self.slot.removesuffix(_WEIGHT)}.{companion.name}"
+        if not self.experts:
+            return replace(self, raw=raw, slot=slot, rows=companion.rows)
+        return replace(self, raw=raw, slot=slot, ops=() if companion.upright else self.ops, dims=companion.stacked)
+
+    def wrong_shape(self, shape: Shape) -> WrongShape | None:
+        """Why a tensor of this shape cannot be divided; None where it can."""
+        if self.experts:
+            return self._wrong_stack(shape)
+        along = self._along(shape)
+        turned = self._turned(shape) if len(shape) > 1 else shape
+        if along is None or (along < len(turned) and turned[along] % self._total == 0):
+            return None
+        names, shares = ", ".join(part.name for part in self.parts), ":".join(map(str, self._shares))
+        expected = f"a multiple of {self._total} in dimension {along}"
+        if self.tensor in ("weight", "bias"):
+            return WrongShape(PlanFault.SOURCE_UNCOVERED, f"does not hold {names} one above another, as {shares}", expected)
+        what = f"holds {names} one above another, as {shares}, and an element stands for rows of two of them"
+        return WrongShape(PlanFault.SOURCE_UNCOVERED, what, expected, "store the matrices apart, or quantise them with smaller blocks")
+
+    def _wrong_stack(self, shape: Shape) -> WrongShape | None:
+        size = f"{self._total} * size" if len(self.parts) > 1 else "size"
+        rest = {2: size, 3: f"{size}, in", 4: f"{size}, blocks, bytes"}[self.dims]
+        expected = f"[{self.experts} experts, {'in, ' + size if self.ops else rest}]"
+        if len(shape) == self.dims and shape[0] != self.experts:
+            return WrongShape(PlanFault.EXPERT_COUNT, f"holds {shape[0]} experts, and config.json says {self.experts}", expected)
+        if len(shape) != self.dims or self._turned(shape[1:])[0] % self._total:
+            return WrongShape(PlanFault.SOURCE_UNCOVERED, "does not have the form of stacked experts", expected)
         return None
 
     def provide(self, numbers: tuple[int, ...], shape: Shape) -> Iterable[Provision]:
-        return (Provision(self.slot.format(*numbers), self.ops),)
+        """Provisions of the tensor with these ``numbers`` in its name and this shape, which is not wrong."""
+        if not self.experts and not self.parts:
+            return (Provision(self.slot.format(*numbers), self.ops),)
+        return self._divided(numbers, shape)
+
+    def _divided(self, numbers: tuple[int, ...], shape: Shape) -> Iterator[Provision]:
+        cuts = [(slot, (*self.ops, *cut)) for slot, cut in zip(self.slots, self._cuts(shape), strict=True)]
+        if not self.experts:
+            yield from (Provision(slot.format(*numbers), ops) for slot, ops in cuts)
+        for expert in range(self.experts):
+            select = Select(expert)
+            for slot, ops in cuts:
+                yield Provision(slot.format(*numbers, expert), (select, *ops))
+
+    def _cuts(self, shape: Shape) -> Iterator[tuple[Op, ...]]:
+        """For each slot the op that takes its part out of a tensor, or out of one expert's."""
+        along = self._along(shape)
+        if along is None:
+            yield from ((),) * len(self.slots)
+            return
+        unit, start = self._turned(shape[1:] if self.experts else shape)[along] // self._total, 0
+        for share in self._shares:
+            yield (Cut(start * unit, share * unit, along),)
+            start += share
+
+    def divides(self, shape: Shape) -> bool:
+        """Whether parts of a tensor of this shape go to different slots, and not the whole of it to all."""
+        return self._along(shape) is not None
+
+    def _along(self, shape: Shape) -> int | None:
+        """The dimension that parts divide; None where there is one slot, or one number for all of them: a scale for the tensor."""
+        number = prod(shape) == 1 and not self.experts and self.tensor != "weight"
+        return None if len(self.parts) < 2 or number else self.rows
+
+    def _turned(self, shape: Shape) -> Shape:
+        for op in self.ops:
+            shape = op.out_shape(shape)
+        return shape
+
+    @property
+    def _shares(self) -> tuple[int, ...]:
+        """The parts' shares in lowest terms: with 6, 2 and 2 heads of 64 rows and blocks of 128, there are 3, 1 and 1 blocks."""
+        common = gcd(*(part.share for part in self.parts))
+        return tuple(part.share // common for part in self.parts)
+
+    @property
+    def _total(self) -> int:
+        return sum(self._shares) or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +234,12 @@ class Mapping:
     unexpected, and the message says why.
     """
 
-    rules: tuple[AnyRule, ...]
+    rules: tuple[Rule, ...]
     skips: tuple[Skip, ...] = ()
     refused: tuple[Skip, ...] = ()
     skipped_layers: SkipLayers | None = None
-    by_template: AbstractMapping[str, AnyRule] = field(init=False, repr=False, compare=False)
-    by_slot: AbstractMapping[str, tuple[AnyRule, ...]] = field(init=False, repr=False, compare=False)
+    by_template: AbstractMapping[str, Rule] = field(init=False, repr=False, compare=False)
+    by_slot: AbstractMapping[str, tuple[Rule, ...]] = field(init=False, repr=False, compare=False)
     skip_reasons: AbstractMapping[str, str] = field(init=False, repr=False, compare=False)
     refusals: AbstractMapping[str, str] = field(init=False, repr=False, compare=False)
 
@@ -129,7 +249,7 @@ class Mapping:
         refusals = {refused.raw: refused.reason for refused in self.refused}
         every = [*rules, *reasons, *refusals]
         assert len(every) == len({*every}) == len(self.rules) + len(self.skips) + len(self.refused), "a template with two rules"
-        by_slot: dict[str, tuple[AnyRule, ...]] = {}
+        by_slot: dict[str, tuple[Rule, ...]] = {}
         for rule in self.rules:
             for slot in rule.slots:
                 by_slot[slot] = (*by_slot.get(slot, ()), rule)
@@ -137,6 +257,20 @@ class Mapping:
         object.__setattr__(self, "by_slot", by_slot)
         object.__setattr__(self, "skip_reasons", reasons)
         object.__setattr__(self, "refusals", refusals)
+
+    def under(self, body: str, beside: str, outside: Collection[str]) -> Mapping:
+        """The same with ``body`` before every raw name, or ``beside`` where its first part is one of ``outside``."""
+
+        def at(raw: str) -> str:
+            return f"{beside if raw.partition('.')[0] in outside else body}{raw}"
+
+        layers = self.skipped_layers
+        return Mapping(
+            tuple(replace(rule, raw=at(rule.raw)) for rule in self.rules),
+            tuple(replace(skip, raw=at(skip.raw)) for skip in self.skips),
+            tuple(replace(skip, raw=at(skip.raw)) for skip in self.refused),
+            layers and replace(layers, at=at(layers.at)),
+        )
 
     def skip_reason(self, key: str, numbers: tuple[int, ...]) -> str | None:
         """Why the raw tensor with this template and these numbers is not loaded; None where no skip names it."""

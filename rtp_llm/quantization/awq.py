@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from rtp_llm.quantization.declared import Declared, Fields, Group
+from rtp_llm.checkpoint.fields import FieldReader
+from rtp_llm.quantization.declared import Declared, Group, read_names
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Fixed, Matrix, TensorForm
-from rtp_llm.quantization.limits import Limits, scale_limit
-from rtp_llm.quantization.scheme import Finding, Scheme, Stored, Tensors, bad_scales, of_dtype, required, spread, unpack
+from rtp_llm.quantization.limits import ValueChecks, scale_limit
+from rtp_llm.quantization.scheme import Finding, Scheme, Stored, Tensors, bad_scales, broadcast_scales, of_dtype, required, unpack
 
 METHOD = "awq"
 _PACK = 8
@@ -41,14 +42,14 @@ class Awq:
 
     def dequantise(self, tensors: Tensors, matrix: Matrix) -> torch.Tensor:
         codes = _unpacked(tensors["qweight"]).t().float()
-        scale = spread(tensors["scales"].float(), self.scales, matrix)
+        scale = broadcast_scales(tensors["scales"].float(), self.scales, matrix)
         zeros: torch.Tensor | float = 8.0
         if self.zeros is not None:
             # Unpacked, zero points are laid out as scales are.
-            zeros = spread(_unpacked(tensors["qzeros"]).float(), self.scales, matrix)
+            zeros = broadcast_scales(_unpacked(tensors["qzeros"]).float(), self.scales, matrix)
         return (codes - zeros) * scale
 
-    def limits(self, matrix: Matrix) -> Limits:
+    def limits(self, matrix: Matrix) -> ValueChecks:
         return {"scales": scale_limit(self.scales.dtype)}
 
     def check(self, tensors: Tensors, matrix: Matrix) -> Iterator[Finding]:
@@ -85,14 +86,14 @@ class AwqSpec:
         return Awq(self.label, TensorForm("scales", dtype, (groups, Along(ROWS))), zeros)
 
 
-def parse(fields: Fields) -> Declared:
+def parse(fields: FieldReader) -> Declared:
     """Older files say ``w_bit`` and ``q_group_size``."""
     bits = fields.first("bits", "w_bit")
-    fields.integer(bits, 4, (4,))
+    fields.integer_among(bits, 4, (4,))
     fields.choice("version", "gemm", ("gemm",))
     size = fields.first("group_size", "q_group_size")
     group = None if fields.raw.get(size, 128) == -1 else fields.integer(size, 128)
     spec = AwqSpec(group, fields.boolean("zero_point", True))
-    excluded = fields.names("substring", "modules_to_not_convert")
+    excluded = read_names(fields, "substring", "modules_to_not_convert")
     fields.finish()
     return Declared(METHOD, (Group(spec),), excluded, complete=bool(excluded))

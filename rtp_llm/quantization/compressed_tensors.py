@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rtp_llm.quantization.declared import Declared, Fields, Group
+from rtp_llm.checkpoint.fields import FieldReader
+from rtp_llm.quantization.declared import Declared, Group, read_names
 from rtp_llm.quantization.float4 import Float4Spec
 from rtp_llm.quantization.names import Names
 from rtp_llm.quantization.packed import PackedSpec
@@ -18,13 +19,13 @@ _INT_BITS = (4, 8)
 _NV_BLOCK, _MX_BLOCK = 16, 32
 
 
-def parse(fields: Fields) -> Declared:
+def parse(fields: FieldReader) -> Declared:
     """Every group of ``config_groups`` counts, with the format of its own where it has one."""
     fields.absent("sparsity_config", "sparse weights are not supported")
     fields.absent("transform_config", "transformed weights are not supported")
     if fields.raw.get("quantization_status", "compressed") not in ("compressed", "frozen"):
         fields.unsupported("quantization_status", "compressed")
-    excluded = fields.names("anchored", "ignore")
+    excluded = read_names(fields, "anchored", "ignore")
     found = fields.nested("config_groups")
     if found is None:
         fields.fail("config_groups", "at least one group")
@@ -38,7 +39,7 @@ def parse(fields: Fields) -> Declared:
             found.fail(key, "an object")
             continue
         spec = _spec(group, group.raw.get("format") or fields.raw.get("format"))
-        targets = group.names("anchored", "targets").entries or ("Linear",)
+        targets = read_names(group, "anchored", "targets").entries or ("Linear",)
         if spec is not None:
             # A group that names modules goes before one that means all.
             if _CLASSES.isdisjoint(targets):
@@ -51,7 +52,7 @@ def parse(fields: Fields) -> Declared:
     return Declared(METHOD, (*named, *broad), excluded, complete=True, options=(("format", str(fields.raw.get("format"))),))
 
 
-def _spec(group: Fields, form: object) -> Spec | None:
+def _spec(group: FieldReader, form: object) -> Spec | None:
     """What a group's weights are; None, with a problem noted, where it is nothing that is known."""
     weights = group.nested("weights")
     if weights is None:
@@ -60,9 +61,9 @@ def _spec(group: Fields, form: object) -> Spec | None:
     group.absent("output_activations", "quantised outputs are not supported")
     strategy = weights.choice("strategy", "tensor", ("tensor", "channel", "group", "block", "tensor_group"))
     kind = weights.choice("type", "int", ("int", "float"))
-    bits = weights.integer("num_bits", 8, (4, 8)) or 8
+    bits = weights.integer_among("num_bits", 8, _INT_BITS)
     symmetric = weights.boolean("symmetric", True)
-    size = weights.integer("group_size", None) if strategy in ("group", "tensor_group") else None
+    size = weights.optional_integer("group_size") if strategy in ("group", "tensor_group") else None
     static = _static(group)
     spec: Spec | None = None
     if form in ("float-quantized", "naive-quantized", "mxfp8-quantized") and (kind, bits) == ("float", 8):
@@ -86,7 +87,7 @@ def _spec(group: Fields, form: object) -> Spec | None:
     return spec
 
 
-def _static(group: Fields) -> bool:
+def _static(group: FieldReader) -> bool:
     """Whether activations have a scale in the checkpoint."""
     activations = group.nested("input_activations")
     if activations is None or activations.raw.get("dynamic", False) in (True, "local"):
@@ -94,7 +95,7 @@ def _static(group: Fields) -> bool:
     return not activations.raw.get("dynamic", False)
 
 
-def _float8(weights: Fields, strategy: str, size: int | None, static: bool, *, mx: bool) -> Spec | None:
+def _float8(weights: FieldReader, strategy: str, size: int | None, static: bool, *, mx: bool) -> Spec | None:
     grid: Grid
     if mx:
         return ScaledSpec((1, _MX_BLOCK), FP8_DTYPES[:1], scale_dtypes=("uint8", "float8_e8m0fnu")) if size == _MX_BLOCK else None
@@ -111,7 +112,7 @@ def _float8(weights: Fields, strategy: str, size: int | None, static: bool, *, m
     return ScaledSpec(grid, FP8_DTYPES[:1], static="needed" if static else "none")
 
 
-def _int8(weights: Fields, strategy: str, size: int | None, bits: int, symmetric: bool, static: bool) -> Spec | None:
+def _int8(weights: FieldReader, strategy: str, size: int | None, bits: int, symmetric: bool, static: bool) -> Spec | None:
     if not symmetric:
         weights.unsupported("symmetric", "true, where weights are int-quantized")
     grid: Grid

@@ -13,9 +13,20 @@ from dataclasses import dataclass
 import torch
 
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Fixed, Matrix, TensorForm
-from rtp_llm.quantization.limits import Limits, scale_limit
+from rtp_llm.quantization.limits import ValueChecks, scale_limit
 from rtp_llm.quantization.scaled import scalar
-from rtp_llm.quantization.scheme import SCALE_DTYPES, Finding, Scheme, Stored, Tensors, bad_scales, of_dtype, required, spread, values_of
+from rtp_llm.quantization.scheme import (
+    SCALE_DTYPES,
+    Finding,
+    Scheme,
+    Stored,
+    Tensors,
+    bad_scales,
+    broadcast_scales,
+    of_dtype,
+    required,
+    values_of,
+)
 
 
 def e2m1(pairs: torch.Tensor) -> torch.Tensor:
@@ -47,13 +58,13 @@ class Float4:
 
     def dequantise(self, tensors: Tensors, matrix: Matrix) -> torch.Tensor:
         # The product of code and block scale is exact in float32, so that the result is rounded once.
-        weight = e2m1(tensors[self.codes.name]).flatten(1) * spread(values_of(tensors[self.scale.name]), self.scale, matrix)
+        weight = e2m1(tensors[self.codes.name]).flatten(1) * broadcast_scales(values_of(tensors[self.scale.name]), self.scale, matrix)
         if self.second is None:
             return weight
         second = tensors[self.second.name].float()
         return weight / second if self.reciprocal else weight * second
 
-    def limits(self, matrix: Matrix) -> Limits:
+    def limits(self, matrix: Matrix) -> ValueChecks:
         return {form.name: scale_limit(form.dtype) for form in self.forms[1:]}
 
     def check(self, tensors: Tensors, matrix: Matrix) -> Iterator[Finding]:

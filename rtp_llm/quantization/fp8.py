@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from rtp_llm.quantization.declared import Declared, Fields, Group
+from rtp_llm.checkpoint.fields import FieldReader
+from rtp_llm.quantization.declared import Declared, Group, read_names
 from rtp_llm.quantization.scaled import FP8_DTYPES, ScaledSpec
 
 METHOD = "fp8"
 _LISTS = ("modules_to_not_convert", "ignored_layers")
 
 
-def parse(fields: Fields) -> Declared:
+def parse(fields: FieldReader) -> Declared:
     """With ``weight_block_size`` there is a scale for each block, which its name calls an inverse and which multiplies all the
     same; without there is one for each tensor, and for static activations another."""
     if fields.raw.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn", "e4m3fn"):
@@ -29,7 +30,7 @@ def parse(fields: Fields) -> Declared:
     else:
         fields.fail("weight_block_size", "two whole numbers above 0: rows and columns")
         spec = ScaledSpec("tensor")
-    lists = fields.names("segments", *_LISTS)
+    lists = read_names(fields, "segments", *_LISTS)
     fields.finish()
     options = (("activations", activations), *((("scale_fmt", str(scales)),) if scales else ()))
     return Declared(METHOD, (Group(spec),), lists, complete=bool(lists), options=options)

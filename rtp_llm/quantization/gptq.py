@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from rtp_llm.quantization.declared import Declared, Fields, Group
+from rtp_llm.checkpoint.fields import FieldReader
+from rtp_llm.quantization.declared import Declared, Group, read_names
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Fixed, Matrix, TensorForm
-from rtp_llm.quantization.limits import Exactly, Limit, Limits, scale_limit
+from rtp_llm.quantization.limits import ExactValues, ValueChecks, ValueRange, scale_limit
 from rtp_llm.quantization.names import Names
 from rtp_llm.quantization.packed import bad_index
-from rtp_llm.quantization.scheme import Finding, Scheme, Spec, Stored, Tensors, bad_scales, of_dtype, required, spread, unpack
+from rtp_llm.quantization.scheme import Finding, Scheme, Spec, Stored, Tensors, bad_scales, broadcast_scales, of_dtype, required, unpack
 
 METHOD = "gptq"
 #: One in every code of a word, which turns the first version's zero points into the second's: added to the whole word, since the
@@ -55,14 +56,14 @@ class Gptq:
         """``values [groups, rows]`` for each column: ``[rows, columns]`` or broadcastable to it."""
         groups = self.scales.dims[0]
         if self.index is None or isinstance(groups, Fixed):
-            return spread(values, self.scales, matrix)
+            return broadcast_scales(values, self.scales, matrix)
         return values[tensors["g_idx"].long() - groups.span(matrix)[0]].t()
 
-    def limits(self, matrix: Matrix) -> Limits:
-        found: dict[str, Limit | Exactly] = {"scales": scale_limit(self.scales.dtype)}
+    def limits(self, matrix: Matrix) -> ValueChecks:
+        found: dict[str, ValueRange | ExactValues] = {"scales": scale_limit(self.scales.dtype)}
         if self.index is not None:
             first, last = self.scales.dims[0].span(matrix)
-            found["g_idx"] = Limit(first, last - 1)
+            found["g_idx"] = ValueRange(first, last - 1)
         return found
 
     def check(self, tensors: Tensors, matrix: Matrix) -> Iterator[Finding]:
@@ -113,7 +114,7 @@ class GptqSpec:
         return Gptq(self.label, self.bits, self.symmetric, self.stored_minus_one, scales, zeros, index)
 
 
-def parse(fields: Fields) -> Declared:
+def parse(fields: FieldReader) -> Declared:
     """``dynamic`` is an ordered map from expressions to overrides: ``-:`` leaves modules out, others change bits or groups."""
     stored = fields.choice("checkpoint_format", "gptq", ("gptq", "gptq_v2"))
     base = _spec(fields, stored == "gptq")
@@ -127,16 +128,16 @@ def parse(fields: Fields) -> Declared:
         assert dynamic is not None
         own = dynamic.nested(pattern)
         overrides = own.raw if own is not None else {}
-        changed = Fields({**fields.raw, **overrides}, fields.file, f"{fields.path}dynamic.{pattern}.", fields.problems)
+        changed = fields.beside({**fields.raw, **overrides}, f"{fields.path}dynamic.{pattern}.")
         groups.append(Group(_spec(changed, stored == "gptq"), Names((f"re:{pattern.removeprefix('+:')}",), "anchored")))
-    excluded = Names((*left_out, *fields.names("segments", "modules_to_not_convert").entries), "segments")
+    excluded = Names((*left_out, *read_names(fields, "segments", "modules_to_not_convert").entries), "segments")
     fields.finish()
     options = (("checkpoint_format", stored), ("sym", str(fields.raw.get("sym", True)).lower()))
     return Declared(METHOD, (*groups, Group(base)), excluded, complete=bool(excluded), options=options)
 
 
-def _spec(fields: Fields, minus_one: bool) -> Spec:
-    bits = fields.integer("bits", 4, (4, 8)) or 4
+def _spec(fields: FieldReader, minus_one: bool) -> Spec:
+    bits = fields.integer_among("bits", 4, (4, 8))
     group = fields.raw.get("group_size", 128)
     size = None if group in (-1, None) else fields.integer("group_size", 128)
     return GptqSpec(bits, size, fields.boolean("sym", True), minus_one, fields.boolean("desc_act", False))

@@ -41,7 +41,7 @@ _BYTES_A_SCALE = 29
 _KEPT = frozenset({"shared_gate", "b", "f_a", "f_b", "g_a", "g_b", "weights", "pooler"})
 
 
-def kept_plain(slot: str) -> bool:
+def stays_plain(slot: str) -> bool:
     """Whether a linear layer's ``slot`` names one that is not quantised."""
     return slot.rpartition(".")[2] in _KEPT
 
@@ -181,7 +181,10 @@ def _stepped(span: Span, per: int, most: int) -> Iterator[tuple[int, int, int]]:
 
 
 def made_tiles(laid: Laid, matrices: Sequence[Matrix], grid: Grid) -> tuple[Made, ...]:
-    """The tiles of one of the two parameters: made of the plain weights of the matrices, in bands that the other one's have too."""
+    """The tiles of one parameter, codes or scales, which are made of the matrices' plain weights.
+
+    Both parameters are cut at the same rows of a matrix, so that codes and scales of a band are made of one read.
+    """
     maker = Quantiser(grid)
     tiles = []
     for matrix, local in zip(matrices, laid.boxes, strict=True):

@@ -16,7 +16,7 @@ _LARGEST_BYTE = {"float8_e4m3fn": 0x7E, "float8_e8m0fnu": 0xFE, "uint8": 0xFE}
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class ValueRange:
     """Every element is between the two, which count bytes where the dtype is a float of eight bits."""
 
     least: float
@@ -24,27 +24,27 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
-class Exactly:
+class ExactValues:
     """The elements are these."""
 
     values: tuple[int, ...]
 
 
 #: By the tensor's name behind the matrix's slot.
-Limits = Mapping[str, Limit | Exactly]
+ValueChecks = Mapping[str, ValueRange | ExactValues]
 
 
-def scale_limit(dtype: str) -> Limit:
+def scale_limit(dtype: str) -> ValueRange:
     """A scale, of torch's dtype of this name, is a finite number and not negative; ``uint8`` are exponents."""
     byte = _LARGEST_BYTE.get(dtype)
-    return Limit(0, torch.finfo(getattr(torch, dtype)).max if byte is None else byte)
+    return ValueRange(0, torch.finfo(getattr(torch, dtype)).max if byte is None else byte)
 
 
 #: Where in what is read some numbers stand: their dtype, the first, and behind the last.
 Seen = tuple[torch.dtype, int, int]
 
 
-class Look:
+class DeferredChecks:
     """Collects numbers on a device, and reads all of them at once."""
 
     def __init__(self) -> None:
@@ -71,8 +71,8 @@ class Look:
         return [read[dtype][start:stop] for dtype, start, stop in seen]
 
 
-def holds(limit: Limit | Exactly, numbers: list[float]) -> bool:
+def holds(limit: ValueRange | ExactValues, numbers: list[float]) -> bool:
     """Whether extremes, or the elements themselves, are as they should be.  NaN never is."""
-    if isinstance(limit, Exactly):
+    if isinstance(limit, ExactValues):
         return tuple(numbers) == limit.values
     return limit.least <= numbers[0] and numbers[1] <= limit.most

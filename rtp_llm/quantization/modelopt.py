@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rtp_llm.quantization.declared import Declared, Fields, Group
+from rtp_llm.checkpoint.fields import FieldReader
+from rtp_llm.quantization.declared import Declared, Group, read_names
 from rtp_llm.quantization.float4 import Float4Spec
 from rtp_llm.quantization.names import Names
 from rtp_llm.quantization.scaled import FP8_DTYPES, ScaledSpec
@@ -21,7 +22,7 @@ _ALGORITHMS: dict[str, Spec] = {
 }
 
 
-def parse(fields: Fields) -> Declared:
+def parse(fields: FieldReader) -> Declared:
     """The algorithm stands under ``quantization`` in a file of its own, and at the top in ``config.json``; mixed ones name the
     algorithm of each layer."""
     nested = fields.nested("quantization") or fields
@@ -42,6 +43,6 @@ def parse(fields: Fields) -> Declared:
         groups = [Group(_ALGORITHMS[algorithm])]
     elif "quant_algo" not in nested.raw:
         nested.fail("quant_algo", f"one of {', '.join(sorted(_ALGORITHMS))}")
-    excluded = nested.names("glob", "exclude_modules", "ignore")
+    excluded = read_names(nested, "glob", "exclude_modules", "ignore")
     fields.finish()
     return Declared(METHOD, tuple(groups), excluded, complete=bool(excluded), options=(("quant_algo", algorithm),))

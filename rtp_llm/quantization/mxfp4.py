@@ -6,15 +6,16 @@ blocks]``, which lie upright where the plain ones are transposed; transformers' 
 
 from __future__ import annotations
 
-from rtp_llm.quantization.declared import Declared, Fields, Group
+from rtp_llm.checkpoint.fields import FieldReader
+from rtp_llm.quantization.declared import Declared, Group, read_names
 from rtp_llm.quantization.float4 import Float4Spec
 
 METHOD = "mxfp4"
 _SPEC = Float4Spec(32, "blocks", scale="scales", apart=True)
 
 
-def parse(fields: Fields) -> Declared:
+def parse(fields: FieldReader) -> Declared:
     """The format has no options; the list names what stays plain, which every layer does that is no expert."""
-    excluded = fields.names("segments", "modules_to_not_convert")
+    excluded = read_names(fields, "segments", "modules_to_not_convert")
     fields.finish()
     return Declared(METHOD, (Group(_SPEC),), excluded, complete=bool(excluded), experts_only=True)

@@ -13,8 +13,8 @@ import torch
 
 from rtp_llm.quantization.faults import QuantFault
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Fixed, Matrix, TensorForm
-from rtp_llm.quantization.limits import Exactly, Limit, Limits, scale_limit
-from rtp_llm.quantization.scheme import Finding, Scheme, Stored, Tensors, bad_scales, of_dtype, required, spread, unpack
+from rtp_llm.quantization.limits import ExactValues, ValueChecks, ValueRange, scale_limit
+from rtp_llm.quantization.scheme import Finding, Scheme, Stored, Tensors, bad_scales, broadcast_scales, of_dtype, required, unpack
 
 _SCALES = ("float16", "bfloat16", "float32")
 _INT32 = ("int32",)
@@ -30,7 +30,8 @@ def bad_index(tensors: Tensors, name: str, groups: int, first: int = 0) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """``zero`` and ``index`` are None where the format has none."""
+    """``zero`` and ``index`` are None where the format has none.  ``rows``: what ``weight_shape`` counts where it is that of several
+    matrices stored as one; None where it is the matrix's own."""
 
     label: str
     bits: int
@@ -38,6 +39,11 @@ class Packed:
     shape: TensorForm | None
     zero: TensorForm | None
     index: TensorForm | None
+    rows: int | None = None
+
+    def _stated(self, matrix: Matrix) -> tuple[int, int]:
+        """What ``weight_shape`` has to say."""
+        return self.rows or matrix.shape[ROWS], matrix.shape[COLUMNS]
 
     @property
     def _codes(self) -> TensorForm:
@@ -59,24 +65,24 @@ class Packed:
         """``values [rows, groups]`` for each column."""
         if self.index is not None:
             return values[:, tensors[self.index.name].long()]
-        return spread(values, self.scale, matrix)
+        return broadcast_scales(values, self.scale, matrix)
 
-    def limits(self, matrix: Matrix) -> Limits:
-        found: dict[str, Limit | Exactly] = {self.scale.name: scale_limit(self.scale.dtype)}
+    def limits(self, matrix: Matrix) -> ValueChecks:
+        found: dict[str, ValueRange | ExactValues] = {self.scale.name: scale_limit(self.scale.dtype)}
         if self.index is not None:
             groups = self.scale.dims[1]
-            found[self.index.name] = Limit(0, groups.span(matrix)[1] - groups.span(matrix)[0] - 1)
+            found[self.index.name] = ValueRange(0, groups.span(matrix)[1] - groups.span(matrix)[0] - 1)
         if self.shape is not None:
-            found[self.shape.name] = Exactly(matrix.shape)
+            found[self.shape.name] = ExactValues(self._stated(matrix))
         return found
 
     def check(self, tensors: Tensors, matrix: Matrix) -> Iterator[Finding]:
         yield from bad_scales(tensors, self.scale.name)
         if self.index is not None:
             yield from bad_index(tensors, self.index.name, tensors[self.scale.name].shape[1])
-        if self.shape is not None and tuple(tensors[self.shape.name].tolist()) != matrix.shape:
+        if self.shape is not None and tuple(tensors[self.shape.name].tolist()) != self._stated(matrix):
             what, found = "states another shape than the model's", str(tensors[self.shape.name].tolist())
-            yield Finding(QuantFault.CONTRADICTION, self.shape.name, what, str(list(matrix.shape)), found)
+            yield Finding(QuantFault.CONTRADICTION, self.shape.name, what, str(list(self._stated(matrix))), found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,7 @@ class PackedSpec:
         dtype = of_dtype(stored, "weight_scale", _SCALES, "is a scale of an unknown type")
         indexed = self.group is not None and "weight_g_idx" in stored
         groups = Fixed(1) if self.group is None else Along(COLUMNS, self.group, whole=indexed)
-        zero = index = shape = None
+        zero = index = shape = rows = None
         if not self.symmetric:
             required(stored, ("weight_zero_point",), "is declared asymmetric, and has no zero points")
             of_dtype(stored, "weight_zero_point", _INT32, "is declared to be packed into int32")
@@ -118,4 +124,6 @@ class PackedSpec:
         if "weight_shape" in stored:
             kind = of_dtype(stored, "weight_shape", ("int64", "int32"), "is a shape of another type")
             shape = TensorForm("weight_shape", kind, (Fixed(2),))
-        return Packed(self.label, self.bits, TensorForm("weight_scale", dtype, (Along(ROWS), groups)), shape, zero, index)
+            whole = stored["weight_packed"].whole
+            rows = None if whole is None else whole[ROWS]
+        return Packed(self.label, self.bits, TensorForm("weight_scale", dtype, (Along(ROWS), groups)), shape, zero, index, rows)

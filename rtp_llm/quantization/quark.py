@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rtp_llm.quantization.declared import Declared, Fields, Group
+from rtp_llm.checkpoint.fields import FieldReader
+from rtp_llm.quantization.declared import Declared, Group, read_names
 from rtp_llm.quantization.scaled import FP8_DTYPES, Grid, ScaledSpec
 
 METHOD = "quark"
@@ -10,7 +11,7 @@ _GRIDS: dict[str, Grid] = {"per_tensor": "tensor", "per_channel": "channel"}
 _FP8, _INT8 = ("fp8_e4m3",), ("int8",)
 
 
-def parse(fields: Fields) -> Declared:
+def parse(fields: FieldReader) -> Declared:
     """FP8 and INT8, for each tensor or row; configurations of single layers, and two levels of scales, are not supported."""
     fields.absent("layer_quant_config", "a configuration for single layers is not supported")
     fields.absent("layer_type_quant_config", "a configuration for kinds of layers is not supported")
@@ -29,6 +30,6 @@ def parse(fields: Fields) -> Declared:
             weight.fail("dtype", "a dtype and a qscheme")
     elif not fields.problems:
         fields.fail("global_quant_config", "the specification of weights")
-    excluded = fields.names("glob", "exclude")
+    excluded = read_names(fields, "glob", "exclude")
     fields.finish()
     return Declared(METHOD, (Group(spec),), excluded, complete=bool(excluded))

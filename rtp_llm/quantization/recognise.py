@@ -7,7 +7,7 @@ enough (prefixes, fused names) that they only serve as a check.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rtp_llm.checkpoint.catalog import TensorInfo
@@ -15,9 +15,9 @@ from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.errors import Problem
 from rtp_llm.plan import rules
 from rtp_llm.plan.dtypes import CASTABLE
-from rtp_llm.plan.experts import StackedRule, suffix_beside
-from rtp_llm.plan.ops import Rows, Source
-from rtp_llm.plan.rules import AnyRule, Rule, Skip, template
+from rtp_llm.plan.ops import Source
+from rtp_llm.plan.rules import Companion, Rule, Skip, template
+from rtp_llm.quantization.companions import COMPANIONS
 from rtp_llm.quantization.declared import Declared
 from rtp_llm.quantization.faults import QuantFault
 from rtp_llm.quantization.scheme import Finding, Misread, Scheme, Spec, Stored
@@ -28,52 +28,46 @@ _KV_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 _KV_REASON = "a scale for a quantised KV cache; the cache is kept in the model's dtype, and needs none"
 
 
-def with_tensors(mapping: rules.Mapping, names: Iterable[str]) -> rules.Mapping:
-    """``mapping`` with a rule for each of ``names`` beside every weight, and skips for the scales of KV caches."""
+def with_companions(mapping: rules.Mapping, companions: Iterable[Companion]) -> rules.Mapping:
+    """``mapping`` with a rule for each companion of every weight, and skips for the scales of KV caches."""
     known = {*mapping.by_template, *mapping.skip_reasons, *mapping.refusals}
-    names = tuple(names)
-    more: list[AnyRule] = []
-    skips: list[Skip] = []
-    for rule in mapping.rules:
-        if not isinstance(rule, Rule):
-            more += [beside for name in names if (beside := _beside(rule, name)) is not None and beside.raw not in known]
-            continue
-        raw, slot = rule.raw.removesuffix(".weight"), rule.slot.removesuffix(".weight")
-        if raw == rule.raw or slot == rule.slot or rule.ops:
-            continue
-        more += [Rule(f"{raw}.{name}", f"{slot}.{name}") for name in names if f"{raw}.{name}" not in known]
-        parent, _, leaf = raw.rpartition(".")
-        if leaf == "o_proj":
-            found = [f"{parent}.{name}" for name in _KV]
-            found += [f"{parent}.{one}.{name}" for one in _KV_PROJECTIONS for name in (*_KV, "output_scale")]
-            skips += [Skip(name, _KV_REASON) for name in found if name not in known]
+    companions = tuple(companions)
+    found = (rule.beside(companion) for rule in mapping.rules for companion in companions)
+    more = [rule for rule in found if rule is not None and rule.raw not in known]
+    skips = [Skip(raw, _KV_REASON) for rule in mapping.rules for raw in _cache_scales(rule) if raw not in known]
     return rules.Mapping((*mapping.rules, *more), (*mapping.skips, *skips), mapping.refused, mapping.skipped_layers)
 
 
-def _beside(rule: AnyRule, name: str) -> AnyRule | None:
-    """The rule for the tensor called ``name`` beside the weights of all experts; None beside anything else."""
-    if not isinstance(rule, StackedRule) or rule.tensor != "weight" or rule.raw.endswith(".weight"):
-        return None
-    return rule.beside(name)
+def _cache_scales(rule: Rule) -> Iterator[str]:
+    """What scales of a KV cache may be called in the attention block whose output's weight ``rule`` is for."""
+    parent, _, leaf = rule.raw.removesuffix(".weight").rpartition(".")
+    if leaf == "o_proj" and rule.tensor == "weight":
+        yield from (f"{parent}.{name}" for name in _KV)
+        yield from (f"{parent}.{one}.{name}" for one in _KV_PROJECTIONS for name in (*_KV, "output_scale"))
 
 
 @dataclass(slots=True)
 class Module:
     """The tensors of one logical module: its name in the checkpoint, and what is stored under each name behind it.
 
-    ``cut``: its tensors are rows of some that hold other modules as well.  ``stacked``: they are those of one expert of some that hold
-    all experts.
+    ``stacked``: they are those of one expert of some that hold all experts.
     """
 
     raw: str
     file: str
     stored: dict[str, Stored] = field(default_factory=dict)
-    cut: bool = False
     stacked: bool = False
+
+    @property
+    def cut(self) -> bool:
+        """Whether it is cut from tensors that hold other modules as well."""
+        return any(stored.whole is not None for stored in self.stored.values())
 
     def tensor(self, name: str) -> str:
         """What the checkpoint calls, or would call, the module's tensor ``name``; the module itself where there is no name."""
-        return self.raw + (suffix_beside(name) if self.stacked else f".{name}") if name else self.raw
+        if not name or (self.stacked and name == "weight"):
+            return self.raw
+        return self.raw + _behind(name, self.stacked)
 
     def quantised(self) -> bool:
         """Whether the tensors say so: by their names, or by a weight that is no floating-point number of full width."""
@@ -99,39 +93,35 @@ class Recognised:
     problems: list[Problem] = field(default_factory=list)
 
 
-def modules_of(mapping: rules.Mapping, tensors: Iterable[TensorInfo], names: Collection[str]) -> dict[str, Module]:
+def modules_of(mapping: rules.Mapping, tensors: Iterable[TensorInfo]) -> dict[str, Module]:
     """The modules of a checkpoint by their slot.  Tensors that no rule knows are left to the plan, which refuses them."""
     found: dict[str, Module] = {}
-    of_interest = {"weight", "bias", *names}
-    split: dict[str, tuple[str, str] | None] = {}
+    of_interest = {"weight", "bias", *COMPANIONS}
     for tensor in tensors:
         key, numbers = template(tensor.name)
-        if key not in split:
-            rule = mapping.by_template.get(key)
-            base, _, name = rule.slot.rpartition(".") if isinstance(rule, Rule) else ("", "", "")
-            split[key] = (base, name) if name in of_interest else None
-        slot = split[key]
-        dtype = DTYPES[tensor.dtype].torch_name or tensor.dtype
-        if slot is not None:
-            if mapping.skip_reason(key, numbers) is None:
-                at = slot[0].format(*numbers)
-                module = found.get(at)
-                if module is None:
-                    module = found[at] = Module(tensor.name.rpartition(".")[0], tensor.file)
-                module.stored[slot[1]] = Stored(dtype, tensor.shape)
-            continue
         rule = mapping.by_template.get(key)
-        if rule is None or isinstance(rule, Rule) or mapping.skip_reason(key, numbers) is not None or rule.misfit(tensor.shape):
+        if rule is None or rule.tensor not in of_interest or mapping.skip_reason(key, numbers) or rule.wrong_shape(tensor.shape):
             continue
+        dtype = DTYPES[tensor.dtype].torch_name or tensor.dtype
+        whole = tensor.shape if rule.divides(tensor.shape) else None
         for provision in rule.provide(numbers, tensor.shape):
             at, _, name = provision.slot.rpartition(".")
             module = found.get(at)
             if module is None:
-                weights = rule.weights.format(*numbers) if isinstance(rule, StackedRule) else tensor.name
-                module = found[at] = Module(weights.removesuffix(".weight"), tensor.file, stacked=isinstance(rule, StackedRule))
-            module.cut |= any(isinstance(op, Rows) for op in provision.ops)
-            module.stored[name] = Stored(dtype, Source(tensor.name, tensor.shape, provision.ops).slot_shape)
+                module = found[at] = Module(_module_name(rule, tensor.name), tensor.file, stacked=bool(rule.experts))
+            module.stored[name] = Stored(dtype, Source(tensor.name, tensor.shape, provision.ops).slot_shape, whole)
     return found
+
+
+def _module_name(rule: Rule, name: str) -> str:
+    """The module of the tensor ``name``, as the checkpoint calls it."""
+    if not rule.experts:
+        return name.rpartition(".")[0]
+    return name.removesuffix(".weight").removesuffix(_behind(rule.tensor, True))
+
+
+def _behind(name: str, stacked: bool) -> str:
+    return COMPANIONS.get(name, Companion(name)).behind(stacked)
 
 
 def recognise(declared: Declared, modules: Mapping[str, Module], linear: Collection[str]) -> Recognised:
@@ -171,11 +161,12 @@ def recognise(declared: Declared, modules: Mapping[str, Module], linear: Collect
 
 
 def _signature(spec: Spec, module: Module) -> tuple[object, ...]:
-    """What a scheme depends on: names, dtypes, and the shapes of what is no matrix.  Tensors of all modules are in one order."""
+    """What a scheme depends on: names, dtypes, and the shapes of what is no matrix, or is a part of one.  All modules have their tensors
+    in one order."""
     return (
         id(spec),
         *[
-            (name, stored.dtype, len(stored.shape) if len(stored.shape) > 1 else stored.shape == (1,))
+            (name, stored.dtype, len(stored.shape) if len(stored.shape) > 1 else stored.shape == (1,), stored.whole)
             for name, stored in module.stored.items()
         ],
     )

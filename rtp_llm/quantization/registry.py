@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rtp_llm.checkpoint.fields import FieldReader
 from rtp_llm.errors import Problem
 from rtp_llm.quantization import awq, compressed_tensors, fp8, gptq, modelopt, mxfp4, quark
-from rtp_llm.quantization.declared import Declared, Fields
+from rtp_llm.quantization.declared import Declared, declaration
 from rtp_llm.quantization.faults import QuantFault, QuantizationError
 from rtp_llm.quantization.inline import GRIDS
 
@@ -30,7 +31,7 @@ class Method:
     name: str
     schemes: str
     tensor_parallel: str
-    parse: Callable[[Fields], Declared] | None = None
+    parse: Callable[[FieldReader], Declared] | None = None
     layers: tuple[str, ...] = ("linear", "experts")
     cpu: str = "dequantised"
     cuda: str = "dequantised"
@@ -59,27 +60,6 @@ _REFUSED: Mapping[str, str] = {
 }
 
 BY_NAME: Mapping[str, Method] = {method.name: method for method in METHODS}
-
-
-def tensor_names() -> tuple[str, ...]:
-    """Every name behind a module's that any method knows: what a tensor is called says that it is part of a quantised weight."""
-    return (
-        "weight_scale",
-        "weight_scale_inv",
-        "weight_scale_2",
-        "weight_global_scale",
-        "weight_packed",
-        "weight_shape",
-        "weight_zero_point",
-        "weight_g_idx",
-        "input_scale",
-        "input_global_scale",
-        "qweight",
-        "qzeros",
-        "scales",
-        "g_idx",
-        "blocks",
-    )
 
 
 def read_declared(raw: Mapping[str, Any], own_file: Mapping[str, Any] | None, requested: str | None) -> Declared | None:
@@ -119,7 +99,7 @@ def read_declared(raw: Mapping[str, Any], own_file: Mapping[str, Any] | None, re
     return declared
 
 
-def _declarations(raw: Mapping[str, Any], own_file: Mapping[str, Any] | None) -> Iterator[Fields]:
+def _declarations(raw: Mapping[str, Any], own_file: Mapping[str, Any] | None) -> Iterator[FieldReader]:
     places = [("", raw)]
     nested = raw.get("text_config")
     if isinstance(nested, Mapping):
@@ -128,14 +108,14 @@ def _declarations(raw: Mapping[str, Any], own_file: Mapping[str, Any] | None) ->
         for key in KEYS:
             value = part.get(key)
             if isinstance(value, Mapping) and value:
-                yield Fields(value, "config.json", f"{prefix}{key}.")
+                yield declaration(value, "config.json", f"{prefix}{key}.")
             elif value:
-                yield Fields({"quant_method": value}, "config.json", f"{prefix}{key}.")
+                yield declaration({"quant_method": value}, "config.json", f"{prefix}{key}.")
     if own_file is not None:
-        yield Fields({"quant_method": "modelopt", **own_file}, MODELOPT_FILE, "")
+        yield declaration({"quant_method": "modelopt", **own_file}, MODELOPT_FILE, "")
 
 
-def _parse(fields: Fields) -> Declared:
+def _parse(fields: FieldReader) -> Declared:
     name = fields.raw.get("quant_method")
     if name is None and "quant_algo" in fields.raw:
         name = "modelopt"
@@ -146,7 +126,7 @@ def _parse(fields: Fields) -> Declared:
         known = sorted(m.name for m in METHODS if m.parse is not None)
         fix = _REFUSED.get(name) if isinstance(name, str) else None
         fault = QuantFault.UNKNOWN_METHOD if fix is None else QuantFault.UNSUPPORTED_SCHEME
-        fields.fail("quant_method", f"one of {', '.join(known)}", fault, fix or "use another checkpoint of this model")
+        fields.fail("quant_method", f"one of {', '.join(known)}", fault=fault, fix=fix or "use another checkpoint of this model")
         fields.finish()
         raise AssertionError("unreachable: a problem was noted")
     return method.parse(fields)

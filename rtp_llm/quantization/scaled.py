@@ -13,7 +13,7 @@ import torch
 
 from rtp_llm.quantization.faults import QuantFault
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Fixed, Matrix, TensorForm
-from rtp_llm.quantization.limits import Exactly, Limit, Limits, scale_limit
+from rtp_llm.quantization.limits import ExactValues, ValueChecks, ValueRange, scale_limit
 from rtp_llm.quantization.scheme import (
     SCALE_DTYPES,
     Finding,
@@ -22,9 +22,9 @@ from rtp_llm.quantization.scheme import (
     Stored,
     Tensors,
     bad_scales,
+    broadcast_scales,
     of_dtype,
     required,
-    spread,
     values_of,
 )
 
@@ -62,12 +62,12 @@ class Scaled:
         return (self.weight, self.scale) if self.static is None else (self.weight, self.scale, self.static)
 
     def dequantise(self, tensors: Tensors, matrix: Matrix) -> torch.Tensor:
-        return tensors[self.weight.name].float() * spread(values_of(tensors[self.scale.name]), self.scale, matrix)
+        return tensors[self.weight.name].float() * broadcast_scales(values_of(tensors[self.scale.name]), self.scale, matrix)
 
-    def limits(self, matrix: Matrix) -> Limits:
-        found: dict[str, Limit | Exactly] = {form.name: scale_limit(form.dtype) for form in self.forms[1:]}
+    def limits(self, matrix: Matrix) -> ValueChecks:
+        found: dict[str, ValueRange | ExactValues] = {form.name: scale_limit(form.dtype) for form in self.forms[1:]}
         if self.bits < 8:
-            found[self.weight.name] = Limit(-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1)
+            found[self.weight.name] = ValueRange(-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1)
         return found
 
     def check(self, tensors: Tensors, matrix: Matrix) -> Iterator[Finding]:
@@ -133,7 +133,9 @@ def scalar(name: str, found: Stored) -> tuple[Fixed, ...]:
     Raises:
         Misread: ``WRONG_GRID``, for anything else.
     """
-    if found.shape not in ((), (1,)):
+    # Cut, it has a number for each of the matrices that are stored as one, which the format has one for.
+    shape = found.shape if found.whole is None else found.whole
+    if shape not in ((), (1,)):
         what = "is declared to be one scale for the whole tensor"
-        raise Misread(Finding(QuantFault.WRONG_GRID, name, what, "[] or [1]", str(list(found.shape))))
+        raise Misread(Finding(QuantFault.WRONG_GRID, name, what, "[] or [1]", str(list(shape))))
     return tuple(Fixed(1) for _ in found.shape)

@@ -11,7 +11,7 @@ import torch
 from rtp_llm.plan.boxes import Shape
 from rtp_llm.quantization.faults import QuantFault
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Matrix, TensorForm
-from rtp_llm.quantization.limits import Limits
+from rtp_llm.quantization.limits import ValueChecks
 
 #: The tensors of one matrix's shard, by name.
 Tensors = Mapping[str, torch.Tensor]
@@ -22,10 +22,14 @@ SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What the catalogue says of a tensor: torch's name of its dtype, and its shape."""
+    """What the catalogue says of a tensor: torch's name of its dtype, and its shape.
+
+    ``whole``: the shape in the file, where the tensor is cut from one that holds other matrices as well.
+    """
 
     dtype: str
     shape: Shape
+    whole: Shape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ class Scheme(Protocol):
     def dequantise(self, tensors: Tensors, matrix: Matrix) -> torch.Tensor:
         """The shard's weights, float32 ``[rows, columns]``: the format's formula, rounded once."""
 
-    def limits(self, matrix: Matrix) -> Limits:
+    def limits(self, matrix: Matrix) -> ValueChecks:
         """What the values of its tensors have to be, for those that are looked at: scales, indices, codes of few bits."""
 
     def check(self, tensors: Tensors, matrix: Matrix) -> Iterator[Finding]:
@@ -112,7 +116,7 @@ def of_dtype(stored: Mapping[str, Stored], name: str, dtypes: tuple[str, ...], w
     return found
 
 
-def spread(tensor: torch.Tensor, form: TensorForm, matrix: Matrix) -> torch.Tensor:
+def broadcast_scales(tensor: torch.Tensor, form: TensorForm, matrix: Matrix) -> torch.Tensor:
     """A scale or zero point of a shard, with one element for each row and column that it stands for: broadcastable to
     ``[rows, columns]``."""
     for i, dim in enumerate(form.dims):

@@ -10,6 +10,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -23,9 +25,13 @@ from tests.models.reference import SMALL
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
+
+#: Phi-3's default padding token lies beyond the vocabulary of tests.
+PHI: dict[str, Any] = {"pad_token_id": 0}
 
 #: One factor for each of the four frequencies of a head of eight.
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.0, 2.0, 3.5, 5.0]}
@@ -56,6 +62,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-proportional": ("llama", rope("proportional", partial_rotary_factor=0.5)),
     "mistral-window": ("mistral", {"sliding_window": 5}),
     "mistral-whole": ("mistral", {"sliding_window": None, "tie_word_embeddings": True}),
+    "phi3": ("phi3", PHI),
+    "phi3-multi-head-tied": ("phi3", PHI | {"num_key_value_heads": 6, "tie_word_embeddings": True}),
+    "phi3-window": ("phi3", PHI | {"sliding_window": 5}),
+    "phi3-longrope-partial": (
+        "phi3",
+        PHI
+        | rope("longrope", partial_rotary_factor=0.5, short_factor=[1.0, 1.3], long_factor=[2.0, 3.5])
+        | {"max_position_embeddings": 64, "original_max_position_embeddings": 16},
+    ),
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-late-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import BertConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, RobertaConfig, XLMRobertaConfig
+from transformers import BertConfig, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config, RobertaConfig, XLMRobertaConfig
 
 from rtp_llm.errors import ConfigError
 from rtp_llm.layers.rotary import Rotary
@@ -17,7 +17,7 @@ from rtp_llm.models import registry
 from tests.models.decoders import VARIANTS, configured
 
 IMPLEMENTATIONS = {family.name: family.load() for family in registry.FAMILIES}
-DECODERS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+DECODERS = {"llama": LlamaConfig, "mistral": MistralConfig, "phi3": Phi3Config, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 ENCODERS = {"bert": BertConfig, "roberta": RobertaConfig, "xlm-roberta": XLMRobertaConfig}
 
 
@@ -202,7 +202,7 @@ def test_no_configuration_crashes_the_reader(family: str, raw: dict[str, Any]) -
     except ConfigError:
         return
     assert implementation.conditions(config)
-    assert implementation.mapping(config).rules
+    assert implementation.mapping(config, ()).rules
 
 
 @settings(max_examples=400, deadline=None)

@@ -48,7 +48,7 @@ def test_no_configuration_crashes_the_reader(family: str, data: st.DataObject) -
         assert all(problem.what.startswith("field ") for problem in error.problems)
         return
     assert implementation.conditions(config)
-    mapping = implementation.mapping(config)
+    mapping = implementation.mapping(config, ())
     for spec in param_specs(implementation.build(config, Groups(), torch.bfloat16)):
         assert tiles(spec.shape, [tile.local_box for tile in spec.tiles])
         assert all(mapping.raw_names(tile.slot) for tile in spec.tiles)

@@ -19,8 +19,26 @@ STEPS = [15, 1, 8]
 #: Six heads, three KV heads (two or six after a colon, where three cannot be shared out).  Multi-query shares its KV head
 #: between all ranks; biases show one that is added once for each rank; tied embeddings share a padded table.
 CAUSAL = {
-    2: ["llama-multi-query", "llama-multi-head", "llama-biases:2", "llama-tied:6", "mistral-window:2", "qwen2:2", "qwen3-tied-biases:2"],
-    3: ["llama", "llama-multi-query", "llama-biases", "llama-tied", "mistral-window", "qwen2-late-window", "qwen3-tied-biases"],
+    2: [
+        "llama-multi-query",
+        "llama-multi-head",
+        "llama-biases:2",
+        "llama-tied:6",
+        "mistral-window:2",
+        "phi3:2",
+        "qwen2:2",
+        "qwen3-tied-biases:2",
+    ],
+    3: [
+        "llama",
+        "llama-multi-query",
+        "llama-biases",
+        "llama-tied",
+        "mistral-window",
+        "phi3-window",
+        "qwen2-late-window",
+        "qwen3-tied-biases",
+    ],
 }
 ENCODERS = ["bert", "roberta-masked-lm", "xlm-roberta"]
 

@@ -8,17 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rtp_llm.plan.boxes import Box, view, whole
-from rtp_llm.plan.ops import Deinterleave, Op, Rows, Select, Source, Transpose
+from rtp_llm.plan.ops import Cut, Deinterleave, Op, Select, Source, Transpose
 
 #: Raw shape and ops, alone and in chains.
 CHAINS: list[tuple[tuple[int, ...], tuple[Op, ...]]] = [
     ((6, 4), ()),
     ((3, 6, 4), (Select(1),)),
-    ((6, 4), (Rows(2, 3),)),
+    ((6, 4), (Cut(2, 3),)),
+    ((6, 8), (Cut(3, 4, 1), Transpose())),
     ((6, 4), (Transpose(),)),
     ((8, 4), (Deinterleave(2),)),
-    ((3, 6, 4), (Select(2), Transpose(), Rows(2, 2))),
-    ((3, 8, 4), (Select(0), Deinterleave(2), Rows(4, 4), Transpose())),
+    ((3, 6, 4), (Select(2), Transpose(), Cut(2, 2))),
+    ((3, 8, 4), (Select(0), Deinterleave(2), Cut(4, 4), Transpose())),
 ]
 
 

@@ -15,7 +15,15 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from rtp_llm.layers.quantised import Quantisable
 from rtp_llm.loader import LoadedModel
@@ -40,7 +48,13 @@ DENSE = {
 MOE = {**DENSE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True}
 MODELS: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "llama": (LlamaForCausalLM, lambda: LlamaConfig(**DENSE)),
+    "phi3": (Phi3ForCausalLM, lambda: Phi3Config(**DENSE, pad_token_id=0)),
     "qwen3_moe": (Qwen3MoeForCausalLM, lambda: Qwen3MoeConfig(**MOE)),
+}
+#: The rows of the matrices that phi3's checkpoints hold as one.
+FUSED = {
+    "qkv_proj": {"q": (0, 192), "k": (192, 256), "v": (256, 320)},
+    "gate_up_proj": {"gate": (0, 320), "up": (320, 640)},
 }
 
 #: What checkpoints leave plain.
@@ -119,6 +133,12 @@ def dense_weights(oracle: PreTrainedModel, folder: Path) -> Tensors:
     return load_file(folder / "model.safetensors")
 
 
+def part_of(tensors: Tensors, name: str, slot: str) -> torch.Tensor:
+    """The matrix of ``slot`` in the tensor ``name``: all of it, or its rows where the tensor holds several."""
+    parts = FUSED.get(name.split(".")[-2])
+    return tensors[name] if parts is None else tensors[name][slice(*parts[slot.rpartition(".")[2]])]
+
+
 def check_weights(loaded: LoadedModel, wanted: Tensors, names: dict[str, str] | None = None) -> int:
     """Compares every quantised matrix of a rank with its part of the oracle's; returns how many there were.
 
@@ -133,7 +153,7 @@ def check_weights(loaded: LoadedModel, wanted: Tensors, names: dict[str, str] | 
         for attribute, held in layer.held.items():
             for i, matrix in enumerate(held.matrices):
                 found = held.scheme.dequantise(layer.tensors(attribute, i), matrix)
-                whole = wanted[f"{raw[matrix.slot]}.weight"]
+                whole = part_of(wanted, f"{raw[matrix.slot]}.weight", matrix.slot)
                 assert torch.equal(found, whole[slice(*matrix.rows), slice(*matrix.columns)]), matrix
                 compared += 1
     return compared

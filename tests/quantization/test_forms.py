@@ -13,7 +13,7 @@ from rtp_llm.quantization import registry
 from rtp_llm.quantization.float4 import e2m1
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Fixed, Matrix, TensorForm, lay, split_units
 from rtp_llm.quantization.kernels import ScaledProduct
-from rtp_llm.quantization.scheme import spread, unpack, values_of
+from rtp_llm.quantization.scheme import broadcast_scales, unpack, values_of
 
 
 def test_the_setting_names_the_registered_methods() -> None:
@@ -29,14 +29,14 @@ def test_the_setting_names_the_registered_methods() -> None:
     axis=st.sampled_from([0, 1]),
 )
 def test_ranks_hold_each_block_scale_in_equal_or_disjoint_parts(rows: int, columns: int, per: int, ranks: int, axis: int) -> None:
-    """However shards cut through blocks: a shard's scales, spread, are those of the whole matrix; parts of different ranks are equal
+    """However shards cut through blocks: a shard's scales, broadcast, are those of the whole matrix; parts of different ranks are equal
     or disjoint; all together they are the whole tensor; and each rank's parameter is filled exactly once."""
     form = TensorForm("scale", "float32", (Along(ROWS, per, partial=True), Along(COLUMNS, per, partial=True)))
     size = [rows * ranks, columns] if axis == 0 else [rows, columns * ranks]
     shape = (size[0], size[1])
     whole = Matrix("m", shape, (0, shape[0]), (0, shape[1]))
     scales = torch.rand(form.shape(whole))
-    wide = spread(scales, form, whole)
+    wide = broadcast_scales(scales, form, whole)
     assert tuple(wide.shape) == shape
     seen: set[tuple[tuple[int, int], ...]] = set()
     for rank in range(ranks):
@@ -48,7 +48,7 @@ def test_ranks_hold_each_block_scale_in_equal_or_disjoint_parts(rows: int, colum
         assert tiles(laid.shape, [tile.local_box for tile in laid.tiles])
         assert all(extent(tile.slot_box) == extent(tile.local_box) for tile in laid.tiles)
         box = tuple(slice(*dim.span(matrix)) for dim in form.dims)
-        assert torch.equal(spread(scales[box], form, matrix), wide[slice(*spans[0]), slice(*spans[1])])
+        assert torch.equal(broadcast_scales(scales[box], form, matrix), wide[slice(*spans[0]), slice(*spans[1])])
         seen |= {tile.slot_box for tile in laid.tiles}
     assert tiles(form.shape(whole), list(seen))
 

@@ -14,7 +14,7 @@ from rtp_llm.layers.quantised import Quantisable
 from rtp_llm.loader import LoadedModel
 from rtp_llm.quantization.faults import QuantizationError
 from tests.models.reference import distance, token_ids
-from tests.quantization.formats import MODELS, quantised
+from tests.quantization.formats import FUSED, MODELS, part_of, quantised
 from tests.quantization.test_ranks import plain_checkpoint
 from tests.support.tiny import save_tiny_llama
 
@@ -38,8 +38,11 @@ def reference(weight: torch.Tensor, grid: str) -> tuple[torch.Tensor, torch.Tens
     return (weight.float() / wide).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
-def dequantised(weight: torch.Tensor, grid: str) -> torch.Tensor:
-    """What the reference's codes stand for."""
+def dequantised(name: str, weight: torch.Tensor, grid: str) -> torch.Tensor:
+    """What the reference's codes stand for; matrices that the file holds as one have scales of their own."""
+    if name.split(".")[-2] in FUSED:
+        spans = FUSED[name.split(".")[-2]].values()
+        return torch.cat([dequantised("alone.weight", weight[slice(*span)], grid) for span in spans])
     codes, scale = reference(weight, grid)
     if grid == "block":
         scale = scale.repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)[:, : weight.shape[1]]
@@ -55,7 +58,7 @@ def check_codes(loaded: LoadedModel, plain: dict[str, torch.Tensor], grid: str) 
             continue
         for attribute, held in layer.held.items():
             for i, matrix in enumerate(held.matrices):
-                codes, scale = reference(plain[raw[f"{matrix.slot}.weight"]], grid)
+                codes, scale = reference(part_of(plain, raw[f"{matrix.slot}.weight"], matrix.slot), grid)
                 found = layer.tensors(attribute, i)
                 wanted = codes.view(torch.uint8)[slice(*matrix.rows), slice(*matrix.columns)]
                 assert torch.equal(found["weight"].contiguous().view(torch.uint8), wanted), matrix
@@ -74,7 +77,7 @@ def test_codes_are_those_of_the_whole_matrix(model: str, grid: str, dtype: torch
     the weights that the codes stand for."""
     plain_checkpoint(model, tmp_path, dtype)
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.0.self_attn.q_proj.weight"][:130] = 0
+    tensors[f"model.layers.0.self_attn.{'qkv' if model == 'phi3' else 'q'}_proj.weight"][:130] = 0
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     load = LoadConfig(device="cpu", quantization=f"inline-fp8-{grid}", verify=True)
     places = [ParallelConfig(), *(ParallelConfig(tp_size=2, tp_rank=rank) for rank in range(2))]
@@ -90,7 +93,7 @@ def test_codes_are_those_of_the_whole_matrix(model: str, grid: str, dtype: torch
     wide = LoadConfig(device="cpu", quantization=f"inline-fp8-{grid}", dtype="float32")
     with torch.inference_mode():
         found = load_model(tmp_path, load=wide).model(token_ids())
-        dense = {name: dequantised(tensor, grid) if quantised(name) else tensor.float() for name, tensor in tensors.items()}
+        dense = {name: dequantised(name, tensor, grid) if quantised(name) else tensor.float() for name, tensor in tensors.items()}
         save_file(dense, tmp_path / "model.safetensors", metadata={"format": "pt"})
         assert distance(found, load_model(tmp_path, load=LoadConfig(device="cpu", dtype="float32")).model(token_ids())) < 1e-4
 

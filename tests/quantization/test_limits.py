@@ -14,7 +14,7 @@ from rtp_llm.loader.budget.budget import scratch_budget
 from rtp_llm.loader.context import planning_context
 from rtp_llm.loader.fill.finish import finish
 from rtp_llm.loader.prepare import prepare
-from rtp_llm.quantization.limits import Exactly, Look, holds, scale_limit
+from rtp_llm.quantization.limits import DeferredChecks, ExactValues, holds, scale_limit
 from rtp_llm.quantization.scheme import bad_scales
 from tests.quantization.formats import FORMATS, make
 
@@ -45,18 +45,18 @@ def test_scales_of_eight_bits(dtype: str) -> None:
 
 def expect(scales: torch.Tensor, dtype: str) -> None:
     """The extremes say what a look at every element says."""
-    look = Look()
-    seen = look.extremes(scales)
-    (found,) = look.read([seen])
+    checks = DeferredChecks()
+    seen = checks.extremes(scales)
+    (found,) = checks.read([seen])
     assert holds(scale_limit(dtype), found) == (not list(bad_scales({"scale": scales}, "scale"))), scales
 
 
 def test_exact_numbers() -> None:
     """Several dtypes in one look; numbers that have to be these, and are not."""
-    look = Look()
-    seen = [look.add(torch.tensor([3, 4])), look.extremes(torch.tensor([2.0, -1.0])), look.add(torch.tensor([3, 5]))]
-    first, second, third = look.read(seen)
-    assert holds(Exactly((3, 4)), first) and not holds(Exactly((3, 4)), third)
+    checks = DeferredChecks()
+    seen = [checks.add(torch.tensor([3, 4])), checks.extremes(torch.tensor([2.0, -1.0])), checks.add(torch.tensor([3, 5]))]
+    first, second, third = checks.read(seen)
+    assert holds(ExactValues((3, 4)), first) and not holds(ExactValues((3, 4)), third)
     assert second == [-1.0, 2.0]
 
 

@@ -14,7 +14,7 @@ from rtp_llm.plan.plan import LoadPlan
 from rtp_llm.quantization.faults import QuantizationError
 from rtp_llm.quantization.forms import Matrix
 from rtp_llm.quantization.kernels import choose_kernel
-from rtp_llm.quantization.limits import Look, holds
+from rtp_llm.quantization.limits import DeferredChecks, holds
 from rtp_llm.quantization.scaled import Scaled
 from rtp_llm.quantization.scheme import values_of
 
@@ -30,10 +30,10 @@ def finish(model: nn.Module, plan: LoadPlan) -> None:
         QuantizationError: every scale that is no number, every index out of range.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, Quantisable) and layer.held]
-    look = Look()
-    watched = [(layer, seen, limit) for layer in layers for seen, limit in layer.watched(look)]
-    merged = [(matrix.slot, look.add(*scales)) for layer in layers for matrix, scales in _merged(layer)]
-    numbers = look.read([seen for _, seen, _ in watched] + [seen for _, seen in merged])
+    checks = DeferredChecks()
+    watched = [(layer, seen, limit) for layer in layers for seen, limit in layer.watched(checks)]
+    merged = [(matrix.slot, checks.add(*scales)) for layer in layers for matrix, scales in _merged(layer)]
+    numbers = checks.read([seen for _, seen, _ in watched] + [seen for _, seen in merged])
     wrong = {id(layer) for (layer, _, limit), found in zip(watched, numbers, strict=False) if not holds(limit, found)}
     problems = [problem for layer in layers if id(layer) in wrong for problem in _problems(layer, plan)]
     if problems:

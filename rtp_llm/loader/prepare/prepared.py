@@ -66,13 +66,14 @@ def prepare(context: LoadContext) -> Prepared:
     declared = declared_in(raw, catalog.directory, settings.quantization)
     family = resolve(raw["architectures"])
     implementation = family.load()
-    config = implementation.parse_config(raw, frozenset(t.name for t in catalog.tensors))
+    names = frozenset(t.name for t in catalog.tensors)
+    config = implementation.parse_config(raw, names)
     conditions = implementation.conditions(config)
     check_divisible(conditions, parallel.tp_size)
     groups = with_experts(groups, parallel, implementation.experts(config))
     dtype = choose_dtype(settings, raw, catalog)
     model = implementation.build(config, groups, getattr(torch, dtype))
-    mapping = quantised_mapping(implementation.mapping(config), declared)
+    mapping = quantised_mapping(implementation.mapping(config, names), declared)
     quantization = None
     if declared is not None:
         quantization = quantise(model, catalog, mapping, declared, conditions)

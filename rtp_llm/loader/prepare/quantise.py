@@ -15,15 +15,16 @@ from rtp_llm.layers.quantised import Quantisable
 from rtp_llm.parallel.shard import Divides, valid_sizes
 from rtp_llm.plan import rules
 from rtp_llm.plan.boxes import Shape
-from rtp_llm.plan.expert_check import misfit_problem
+from rtp_llm.plan.expert_check import shape_problem
 from rtp_llm.plan.plan import Listed, Quantization
 from rtp_llm.plan.rules import template
+from rtp_llm.quantization.companions import COMPANIONS
 from rtp_llm.quantization.declared import Declared
 from rtp_llm.quantization.faults import QuantFault, QuantizationError
 from rtp_llm.quantization.forms import ROWS, Along, Matrix, TensorForm, split_units
-from rtp_llm.quantization.inline import GRIDS, inline_scheme, kept_plain
-from rtp_llm.quantization.recognise import Module, Recognised, modules_of, recognise, with_tensors
-from rtp_llm.quantization.registry import MODELOPT_FILE, read_declared, tensor_names
+from rtp_llm.quantization.inline import GRIDS, inline_scheme, stays_plain
+from rtp_llm.quantization.recognise import Module, Recognised, modules_of, recognise, with_companions
+from rtp_llm.quantization.registry import MODELOPT_FILE, read_declared
 from rtp_llm.quantization.scheme import Scheme
 
 
@@ -34,7 +35,7 @@ def declared_in(raw: Mapping[str, Any], directory: str, requested: str | None) -
 
 def quantised_mapping(mapping: rules.Mapping, declared: Declared | None) -> rules.Mapping:
     """The family's mapping with what stands beside quantised weights."""
-    return mapping if declared is None else with_tensors(mapping, tensor_names())
+    return mapping if declared is None else with_companions(mapping, COMPANIONS.values())
 
 
 def quantise(model: nn.Module, catalog: Catalog, mapping: rules.Mapping, declared: Declared, conditions: Iterable[Divides]) -> Quantization:
@@ -52,14 +53,14 @@ def quantise(model: nn.Module, catalog: Catalog, mapping: rules.Mapping, declare
     """
     layers = [module for module in model.modules() if isinstance(module, Quantisable)]
     linear = _LinearSlots(layers, declared.experts_only)
-    modules = modules_of(mapping, catalog.tensors, tensor_names())
+    modules = modules_of(mapping, catalog.tensors)
     found = recognise(declared, modules, linear)
     if found.problems or not found.schemes:
-        misfits = _misfits(mapping, catalog)
+        shapes = _wrong_shapes(mapping, catalog)
         # What is there, and cannot be divided, is not missing.
-        wrong = [misfits.get(p.tensor or "", p) if p.fault is QuantFault.MISSING_PART else p for p in found.problems]
+        wrong = [shapes.get(p.tensor or "", p) if p.fault is QuantFault.MISSING_PART else p for p in found.problems]
         # What is wrong with a tensor that holds all experts is found once for each of them, and told once.
-        raise QuantizationError(dict.fromkeys(wrong or misfits.values() or [_not_quantised(declared)]))
+        raise QuantizationError(dict.fromkeys(wrong or shapes.values() or [_not_quantised(declared)]))
     problems: list[Problem] = []
     split: dict[tuple[str, int, int], tuple[Module, Divides, TensorForm]] = {}
     for layer in layers:
@@ -78,14 +79,14 @@ def quantise(model: nn.Module, catalog: Catalog, mapping: rules.Mapping, declare
     return Quantization(declared.method, tuple(sorted(labels.items())), entries, tuple(found.undeclared))
 
 
-def _misfits(mapping: rules.Mapping, catalog: Catalog) -> dict[str, Problem]:
+def _wrong_shapes(mapping: rules.Mapping, catalog: Catalog) -> dict[str, Problem]:
     """By name the tensors that their rule cannot divide."""
     found = {}
     for tensor in catalog.tensors:
         rule = mapping.by_template.get(template(tensor.name)[0])
-        misfit = None if rule is None else rule.misfit(tensor.shape)
-        if misfit is not None:
-            found[tensor.name] = misfit_problem(tensor, misfit)
+        wrong = None if rule is None else rule.wrong_shape(tensor.shape)
+        if wrong is not None:
+            found[tensor.name] = shape_problem(tensor, wrong)
     return found
 
 
@@ -108,7 +109,7 @@ def quantise_inline(model: nn.Module, method: str) -> Quantization:
         if not isinstance(layer, Quantisable):
             continue
         for attribute, matrices in layer.weights().items():
-            if not any(kept_plain(matrix.slot) for matrix in matrices):
+            if not any(stays_plain(matrix.slot) for matrix in matrices):
                 layer.adopt(attribute, scheme, made=True)
                 count += len(matrices)
     # The count is this rank's; with expert parallelism all ranks hold equally many, and agree on it.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from rtp_llm.models.deepseek_v2.config import parse_config
-from rtp_llm.models.deepseek_v2.mapping import mapping
-from rtp_llm.models.deepseek_v2.model import build, conditions, experts
 from rtp_llm.models.family import Implementation
+from rtp_llm.models.latent import build_latent, latent_conditions, latent_experts, latent_mapping
 
-FAMILY = Implementation(parse_config=parse_config, conditions=conditions, mapping=mapping, build=build, experts=experts)
+FAMILY = Implementation(parse_config, latent_conditions, latent_mapping, build_latent, latent_experts)

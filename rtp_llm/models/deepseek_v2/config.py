@@ -17,7 +17,7 @@ from rtp_llm.models.latent_config import (
     read_latent,
     read_sparse_layers,
 )
-from rtp_llm.models.reader import ConfigReader
+from rtp_llm.models.reader import config_reader
 
 _DEFAULTS = LatentDefaults(
     vocab_size=102400,
@@ -39,7 +39,7 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> LatentConfig
     Raises:
         ConfigError: with every bad field.
     """
-    reader = ConfigReader(raw)
+    reader = config_reader(raw)
     reader.only("mlp_bias", (False,), "published models have none")
     reader.only("scoring_func", ("softmax",), "that is DeepSeek-V3's")
     reader.only("norm_topk_prob", (False,), "the published code then leaves out routed_scaling_factor, transformers does not renormalise")

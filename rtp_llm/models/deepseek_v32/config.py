@@ -8,7 +8,7 @@ from typing import Any
 from rtp_llm.layers.indexer import IndexerShape
 from rtp_llm.models.faults import ModelFault
 from rtp_llm.models.latent_config import ExpertDefaults, LatentConfig, LatentDefaults, read_latent, sigmoid_config
-from rtp_llm.models.reader import MAX_POSITIONS, MAX_SIZE, ConfigReader
+from rtp_llm.models.reader import MAX_POSITIONS, MAX_SIZE, FieldReader, config_reader
 
 _DEFAULTS = LatentDefaults(
     vocab_size=129280,
@@ -30,7 +30,7 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> LatentConfig
     Raises:
         ConfigError: with every bad field.
     """
-    reader = ConfigReader(raw)
+    reader = config_reader(raw)
     reader.only("topk_method", ("noaux_tc",), "that is DeepSeek-V2's")
     reader.only("scoring_func", ("sigmoid",), "that is DeepSeek-V2's")
     if raw.get("q_lora_rank") is None:
@@ -40,7 +40,7 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> LatentConfig
     return sigmoid_config(reader, sizes, names, _EXPERTS, dense=3, listed=True)
 
 
-def _read_indexer(reader: ConfigReader) -> IndexerShape:
+def _read_indexer(reader: FieldReader) -> IndexerShape:
     heads, dim = reader.integer("index_n_heads", 64), reader.integer("index_head_dim", 128)
     if heads * dim > MAX_SIZE:
         reader.fail("index_n_heads", f"heads of {dim} elements that make up to {MAX_SIZE}", actual=heads)

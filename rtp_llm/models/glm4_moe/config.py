@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rtp_llm.layers.moe import MoEShape
-from rtp_llm.models.decoder import DecoderDefaults, decoder_config, read_sizes, read_tied
+from rtp_llm.models.decoder import DecoderDefaults, read_decoder, read_tied
 from rtp_llm.models.moe import MoEConfig, MoEDecoderConfig, defaulted, read_expert_count, read_routing
-from rtp_llm.models.reader import MAX_LAYERS, MAX_SIZE, ConfigReader
+from rtp_llm.models.reader import MAX_LAYERS, MAX_SIZE, config_reader
 
 _DEFAULTS = DecoderDefaults(vocab_size=151552, intermediate_size=10944, max_position_embeddings=131072, kv_heads=8, partial_rotary=True)
 
@@ -21,8 +22,8 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> MoEDecoderCo
         ConfigError: with every bad field.
     """
     defaults = {"num_hidden_layers": 46, "num_attention_heads": 96, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
-    reader = ConfigReader(defaulted(raw, **defaults))
-    sizes = read_sizes(reader, _DEFAULTS)
+    reader = config_reader(defaulted(raw, **defaults))
+    sizes = read_decoder(reader, _DEFAULTS)
     layers = tuple(range(reader.integer("first_k_dense_replace", 1, least=0, most=MAX_LAYERS), sizes.layers))
     routing = read_routing(
         reader,
@@ -35,9 +36,8 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> MoEDecoderCo
     )
     width = reader.integer("moe_intermediate_size", 1408)
     shared = reader.integer("n_shared_experts", 1, most=max(1, MAX_SIZE // width))
-    decoder = decoder_config(
+    decoder = replace(
         sizes,
-        windows=(None,) * sizes.layers,
         tied=read_tied(reader, names),
         qkv_bias=reader.boolean("attention_bias", False),
         head_norms=reader.boolean("use_qk_norm", False),

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from rtp_llm.models.latent_config import ExpertDefaults, LatentConfig, LatentDefaults, read_latent, sigmoid_config
-from rtp_llm.models.reader import ConfigReader
+from rtp_llm.models.reader import config_reader
 
 _DEFAULTS = LatentDefaults(
     vocab_size=154880,
@@ -26,7 +26,7 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> LatentConfig
     """Raises:
     ConfigError: with every bad field.
     """
-    reader = ConfigReader(raw)
+    reader = config_reader(raw)
     reader.only("topk_method", ("noaux_tc",), "the family knows no other")
     reader.only("scoring_func", ("sigmoid",), "the family knows no other")
     sizes = read_latent(reader, _DEFAULTS, interleaved=reader.boolean("rope_interleave", True))

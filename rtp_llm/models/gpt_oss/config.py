@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rtp_llm.layers.activation import ClampedGate
 from rtp_llm.layers.moe import MoEShape
-from rtp_llm.models.decoder import DecoderDefaults, decoder_config, read_sizes, read_tied
+from rtp_llm.models.decoder import DecoderDefaults, read_decoder, read_tied
 from rtp_llm.models.faults import ModelFault
 from rtp_llm.models.moe import MoEConfig, MoEDecoderConfig, defaulted, read_expert_count, read_routing
-from rtp_llm.models.reader import MAX_POSITIONS, ConfigReader
+from rtp_llm.models.reader import MAX_POSITIONS, FieldReader, config_reader
 
 _DEFAULTS = DecoderDefaults(
     vocab_size=201088, intermediate_size=2880, max_position_embeddings=131072, kv_heads=8, head_dim=64, head_dim_may_be_null=False
@@ -35,14 +36,14 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> MoEDecoderCo
         ConfigError: with every bad field.
     """
     unsaid = raw.get("rope_parameters") is None and not raw.get("rope_scaling")
-    reader = ConfigReader({**defaulted(raw, **_FIELDS), **({"rope_parameters": _YARN} if unsaid else {})})
-    sizes = read_sizes(reader, _DEFAULTS)
+    reader = config_reader({**defaulted(raw, **_FIELDS), **({"rope_parameters": _YARN} if unsaid else {})})
+    sizes = read_decoder(reader, _DEFAULTS)
     reader.only("hidden_act", ("silu",), "the experts of this architecture have no other activation")
     experts = read_expert_count(reader, "num_local_experts", 128, sizes.layers)
     routing = read_routing(reader, experts, "greedy", top_k=4, renormalise=True, biased=True)
     gate = ClampedGate(reader.number("swiglu_alpha", 1.702), reader.number("swiglu_limit", 7.0))
     attention_bias = reader.boolean("attention_bias", True)
-    decoder = decoder_config(
+    decoder = replace(
         sizes,
         windows=_windows(reader, sizes.layers),
         tied=read_tied(reader, names),
@@ -55,7 +56,7 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> MoEDecoderCo
     return MoEDecoderConfig(decoder, MoEConfig(shape, tuple(range(sizes.layers))))
 
 
-def _windows(reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
+def _windows(reader: FieldReader, layers: int) -> tuple[int | None, ...]:
     window = reader.optional_integer("sliding_window", 128, most=MAX_POSITIONS)
     types = reader.words("layer_types", layers, ("full_attention", "sliding_attention"))
     if types is None:

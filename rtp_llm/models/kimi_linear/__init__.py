@@ -7,4 +7,4 @@ from rtp_llm.models.kimi_linear.config import parse_config
 from rtp_llm.models.kimi_linear.mapping import mapping
 from rtp_llm.models.kimi_linear.model import build, conditions, experts
 
-FAMILY = Implementation(parse_config=parse_config, conditions=conditions, mapping=mapping, build=build, experts=experts)
+FAMILY = Implementation(parse_config, conditions, mapping, build, experts)

@@ -9,7 +9,7 @@ from typing import Any
 from rtp_llm.layers.kda import KDAShape
 from rtp_llm.models.latent_config import ExpertDefaults, ExpertFields, LatentConfig, LatentDefaults, read_latent, sigmoid_config
 from rtp_llm.models.moe import RoutingFields
-from rtp_llm.models.reader import MAX_SIZE, ConfigReader
+from rtp_llm.models.reader import MAX_SIZE, FieldReader, config_reader
 
 _DEFAULTS = LatentDefaults(
     vocab_size=163840,
@@ -45,7 +45,7 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> KimiConfig:
     """Raises:
     ConfigError: with every bad field.
     """
-    reader = ConfigReader(raw)
+    reader = config_reader(raw)
     reader.only("mla_use_nope", (True,), "the family rotates nothing")
     reader.only("moe_router_activation_func", ("sigmoid",), "the family knows no other")
     reader.only("hidden_act", ("silu",), "the short convolutions know no other")
@@ -56,7 +56,7 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> KimiConfig:
     return KimiConfig(sigmoid_config(reader, sizes, names, _EXPERTS, dense=1, listed=True, fields=_FIELDS), kda, linear)
 
 
-def _read_kda(reader: ConfigReader, nested: ConfigReader | None, hidden_size: int, norm_eps: float) -> KDAShape:
+def _read_kda(reader: FieldReader, nested: FieldReader | None, hidden_size: int, norm_eps: float) -> KDAShape:
     """Sizes of delta attention: from ``linear_attn_config`` as published, else from transformers' fields."""
 
     def size(published: str, ours: str, default: int, most: int = MAX_SIZE) -> int:
@@ -70,7 +70,7 @@ def _read_kda(reader: ConfigReader, nested: ConfigReader | None, hidden_size: in
     return KDAShape(hidden_size, heads, dim, size("short_conv_kernel_size", "linear_conv_kernel_dim", 4, _MAX_TAPS), norm_eps)
 
 
-def _read_linear_layers(reader: ConfigReader, nested: ConfigReader | None, layers: int) -> frozenset[int]:
+def _read_linear_layers(reader: FieldReader, nested: FieldReader | None, layers: int) -> frozenset[int]:
     """Numbers, from 0, of the layers with delta attention.  ``layer_types`` goes before ``linear_attn_config``, which counts
     from 1; where neither says anything, transformers makes every fourth layer but the first one a full one."""
     types = reader.words("layer_types", layers, ("full_attention", "linear_attention"))

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from rtp_llm.models.kimi_linear.config import KimiConfig
-from rtp_llm.models.latent import attention_modules, common_rules, latent_mapping, mlp_rules
+from rtp_llm.models.latent import attention_modules, common_rules, mlp_rules, module_rules, with_latent_experts
 from rtp_llm.models.moe import MoENames
-from rtp_llm.plan.boxes import Shape
 from rtp_llm.plan.experts import ExpertNames
-from rtp_llm.plan.faults import PlanFault
-from rtp_llm.plan.ops import Rows
-from rtp_llm.plan.rules import AnyRule, Mapping, Misfit, Provision, Rule
+from rtp_llm.plan.rules import Mapping, Part, Rule
 
-_AT = "model.layers.{}.self_attn."
+_AT = "layers.{}.self_attn."
 _SLOT = "layers.{}.attn."
 
 #: The published spelling of experts, and that of the model in transformers' memory.
 _EXPERTS = tuple(
     MoENames(at=at, bias="gate.e_score_correction_bias", shared="shared_experts", experts=(experts,))
     for at, experts in (
-        ("model.layers.{}.block_sparse_moe", ExpertNames("model.layers.{}.block_sparse_moe.experts", gate="w1", up="w3", down="w2")),
-        ("model.layers.{}.mlp", ExpertNames("model.layers.{}.mlp.experts")),
+        ("layers.{}.block_sparse_moe", ExpertNames("layers.{}.block_sparse_moe.experts", gate="w1", up="w3", down="w2")),
+        ("layers.{}.mlp", ExpertNames("layers.{}.mlp.experts")),
     )
 )
 
@@ -31,34 +27,14 @@ _DECAY = ("f_a_proj.weight", "f_b_proj.weight", "A_log", "dt_bias")
 _DECAY_SLOTS = ("f_a.weight", "f_b.weight", "a_log", "dt_bias")
 
 
-@dataclass(frozen=True, slots=True)
-class ConvolutionRule:
-    """The convolutions of queries, keys and values one above another, as transformers holds them: ``[3 * width, 1, kernel]``."""
-
-    raw: str
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return tuple(f"{_SLOT}{one}_conv.weight" for one in "qkv")
-
-    def misfit(self, shape: Shape) -> Misfit | None:
-        if len(shape) == 3 and shape[0] % 3 == 0:
-            return None
-        return Misfit(PlanFault.SOURCE_UNCOVERED, "does not have the form of three convolutions", "[3 * width, 1, kernel]")
-
-    def provide(self, numbers: tuple[int, ...], shape: Shape) -> Iterator[Provision]:
-        rows = shape[0] // 3
-        for i, slot in enumerate(self.slots):
-            yield Provision(slot.format(*numbers), (Rows(i * rows, rows),))
-
-
-def _linear_attention() -> Iterator[AnyRule]:
+def _linear_attention() -> Iterator[Rule]:
     """Rules for delta attention, but for what latent attention has under the same name."""
     for one in "kv":
         yield Rule(f"{_AT}{one}_proj.weight", f"{_SLOT}{one}.weight")
     for one in "qkv":
         yield Rule(f"{_AT}{one}_conv1d.weight", f"{_SLOT}{one}_conv.weight")
-    yield ConvolutionRule(f"{_AT}conv1d.weight")
+    # transformers holds the three convolutions one above another.
+    yield Rule(f"{_AT}conv1d.weight", f"{_SLOT}*_conv.weight", parts=tuple(map(Part, "qkv")))
     for name in ("b", "g_a", "g_b"):
         yield Rule(f"{_AT}{name}_proj.weight", f"{_SLOT}{name}.weight")
     yield Rule(f"{_AT}o_norm.weight", f"{_SLOT}o_norm.weight")
@@ -67,13 +43,7 @@ def _linear_attention() -> Iterator[AnyRule]:
             yield Rule(f"{_AT}{at}{name}", f"{_SLOT}{slot}")
 
 
-def _latent_attention(config: KimiConfig) -> Iterator[Rule]:
-    for module, slot, bias in attention_modules(config.latent.sizes.attention):
-        for parameter in ("weight", "bias") if bias else ("weight",):
-            yield Rule(f"{_AT}{module}.{parameter}", f"{_SLOT}{slot}.{parameter}")
-
-
-def _unique(rules: Iterable[AnyRule]) -> tuple[AnyRule, ...]:
+def _unique(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """Both kinds of attention have queries and an output, with the same names and slots."""
     return tuple({rule.raw: rule for rule in rules}.values())
 
@@ -81,13 +51,13 @@ def _unique(rules: Iterable[AnyRule]) -> tuple[AnyRule, ...]:
 def mapping(config: KimiConfig) -> Mapping:
     """Rules for every spelling of those tensors that the configuration asks for."""
     latent = config.latent
-    rules: list[AnyRule] = [*common_rules(latent)]
+    rules: list[Rule] = [*common_rules(latent)]
     if config.linear:
         rules += [Rule(f"{_AT}{one}_proj.weight", f"{_SLOT}{one}.weight") for one in "qo"]
         rules += _linear_attention()
     if len(config.linear) < latent.sizes.layers:
-        rules += _latent_attention(config)
+        rules += module_rules(attention_modules(latent.sizes.attention), "self_attn.", "attn.")
     # transformers, when it saves, renames dense layers along with those of experts.
     for at in ("mlp.", "block_sparse_moe."):
         rules += mlp_rules(at, "mlp.")
-    return latent_mapping(latent, _unique(rules), *_EXPERTS)
+    return with_latent_experts(latent, _unique(rules), *_EXPERTS)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from rtp_llm.models.decoder import build_decoder, decoder_conditions
+from rtp_llm.models.decoder_mapping import decoder_mapping
 from rtp_llm.models.family import Implementation
 from rtp_llm.models.llama.config import parse_config
-from rtp_llm.models.llama.mapping import mapping
-from rtp_llm.models.llama.model import build, conditions
 
-FAMILY = Implementation(parse_config=parse_config, conditions=conditions, mapping=mapping, build=build)
+FAMILY = Implementation(parse_config, decoder_conditions, decoder_mapping, build_decoder)

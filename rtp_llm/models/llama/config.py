@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
-from rtp_llm.models.decoder import DecoderConfig, DecoderDefaults, decoder_config, read_sizes, read_tied
-from rtp_llm.models.reader import ConfigReader
+from rtp_llm.models.decoder import DecoderConfig, DecoderDefaults, read_decoder, read_tied
+from rtp_llm.models.reader import config_reader
 
 _DEFAULTS = DecoderDefaults(vocab_size=32000, intermediate_size=11008, max_position_embeddings=2048)
 
@@ -15,12 +16,11 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> DecoderConfi
     """Raises:
     ConfigError: with every bad field.
     """
-    reader = ConfigReader(raw)
-    sizes = read_sizes(reader, _DEFAULTS)
+    reader = config_reader(raw)
+    sizes = read_decoder(reader, _DEFAULTS)
     attention_bias = reader.boolean("attention_bias", False)
-    config = decoder_config(
+    config = replace(
         sizes,
-        windows=(None,) * sizes.layers,
         tied=read_tied(reader, names),
         qkv_bias=attention_bias,
         output_bias=attention_bias,

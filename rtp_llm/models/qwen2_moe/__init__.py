@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from rtp_llm.models.family import Implementation
+from rtp_llm.models.moe import MoEDecoderConfig, MoENames, build_moe_decoder, moe_conditions, moe_layers, moe_mapping
 from rtp_llm.models.qwen2_moe.config import parse_config
-from rtp_llm.models.qwen2_moe.mapping import mapping
-from rtp_llm.models.qwen2_moe.model import build, conditions, experts
+from rtp_llm.plan.rules import Mapping
 
-FAMILY = Implementation(parse_config=parse_config, conditions=conditions, mapping=mapping, build=build, experts=experts)
+_NAMES = MoENames(shared="shared_expert", shared_gate="shared_expert_gate")
+
+
+def mapping(config: MoEDecoderConfig) -> Mapping:
+    """Llama's names, and those of experts."""
+    return moe_mapping(config, _NAMES)
+
+
+FAMILY = Implementation(parse_config, moe_conditions, mapping, build_moe_decoder, moe_layers)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rtp_llm.layers.moe import MoEShape
-from rtp_llm.models.decoder import DecoderDefaults, decoder_config, read_sizes, read_tied
+from rtp_llm.models.decoder import DecoderDefaults, read_decoder, read_tied
 from rtp_llm.models.faults import ModelFault
-from rtp_llm.models.moe import MoEConfig, MoEDecoderConfig, defaulted, read_expert_count, read_routing, read_sparse_layers
-from rtp_llm.models.reader import MAX_POSITIONS, ConfigReader
+from rtp_llm.models.moe import MoEConfig, MoEDecoderConfig, defaulted, read_expert_count, read_routing, read_stepped_layers
+from rtp_llm.models.reader import MAX_POSITIONS, FieldReader, config_reader
 
 _DEFAULTS = DecoderDefaults(vocab_size=151936, intermediate_size=5632, max_position_embeddings=32768, kv_heads=16)
 
@@ -18,9 +19,9 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> MoEDecoderCo
     """Raises:
     ConfigError: with every bad field.
     """
-    reader = ConfigReader(defaulted(raw, hidden_size=2048, num_hidden_layers=24, num_attention_heads=16))
-    sizes = read_sizes(reader, _DEFAULTS)
-    layers = read_sparse_layers(reader, sizes.layers)
+    reader = config_reader(defaulted(raw, hidden_size=2048, num_hidden_layers=24, num_attention_heads=16))
+    sizes = read_decoder(reader, _DEFAULTS)
+    layers = read_stepped_layers(reader, sizes.layers)
     routing = read_routing(
         reader,
         read_expert_count(reader, "num_experts", 60, len(layers)),
@@ -36,14 +37,14 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> MoEDecoderCo
         shared_size=reader.integer("shared_expert_intermediate_size", 5632),
         shared_gate=True,
     )
-    decoder = decoder_config(
+    decoder = replace(
         sizes, windows=_windows(reader, sizes.layers), tied=read_tied(reader, names), qkv_bias=reader.boolean("qkv_bias", True)
     )
     reader.finish()
     return MoEDecoderConfig(decoder, MoEConfig(shape, layers))
 
 
-def _windows(reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
+def _windows(reader: FieldReader, layers: int) -> tuple[int | None, ...]:
     """Without ``layer_types``, every second layer below ``max_window_layers`` has the window, as in transformers; Qwen2's
     rule is another one."""
     used = reader.boolean("use_sliding_window", False)

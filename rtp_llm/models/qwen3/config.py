@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
-from rtp_llm.models.decoder import DecoderConfig, DecoderDefaults, decoder_config, read_layer_windows, read_sizes, read_tied
-from rtp_llm.models.reader import ConfigReader
+from rtp_llm.models.decoder import DecoderConfig, DecoderDefaults, read_decoder, read_layer_windows, read_tied
+from rtp_llm.models.reader import config_reader
 
 _DEFAULTS = DecoderDefaults(
     vocab_size=151936,
@@ -24,10 +25,10 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> DecoderConfi
     Raises:
         ConfigError: with every bad field.
     """
-    reader = ConfigReader(raw)
-    sizes = read_sizes(reader, _DEFAULTS)
+    reader = config_reader(raw)
+    sizes = read_decoder(reader, _DEFAULTS)
     attention_bias = reader.boolean("attention_bias", False)
-    config = decoder_config(
+    config = replace(
         sizes,
         windows=read_layer_windows(reader, sizes.layers),
         tied=read_tied(reader, names),

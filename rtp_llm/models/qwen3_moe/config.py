@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rtp_llm.layers.moe import MoEShape
-from rtp_llm.models.decoder import DecoderDefaults, decoder_config, read_sizes, read_tied
-from rtp_llm.models.moe import MoEConfig, MoEDecoderConfig, defaulted, read_expert_count, read_routing, read_sparse_layers
-from rtp_llm.models.reader import MAX_POSITIONS, ConfigReader
+from rtp_llm.models.decoder import DecoderDefaults, read_decoder, read_tied
+from rtp_llm.models.moe import MoEConfig, MoEDecoderConfig, defaulted, read_expert_count, read_routing, read_stepped_layers
+from rtp_llm.models.reader import MAX_POSITIONS, config_reader
 
 _DEFAULTS = DecoderDefaults(vocab_size=151936, intermediate_size=6144, max_position_embeddings=32768, kv_heads=4)
 
@@ -19,9 +20,9 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> MoEDecoderCo
     Raises:
         ConfigError: with every bad field.
     """
-    reader = ConfigReader(defaulted(raw, hidden_size=2048, num_hidden_layers=24))
-    sizes = read_sizes(reader, _DEFAULTS)
-    layers = read_sparse_layers(reader, sizes.layers)
+    reader = config_reader(defaulted(raw, hidden_size=2048, num_hidden_layers=24))
+    sizes = read_decoder(reader, _DEFAULTS)
+    layers = read_stepped_layers(reader, sizes.layers)
     # transformers 5 writes the count under the second name.
     count = "num_experts" if "num_experts" in raw else "num_local_experts"
     routing = read_routing(
@@ -36,7 +37,7 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> MoEDecoderCo
     attention_bias = reader.boolean("attention_bias", False)
     used = reader.boolean("use_sliding_window", False)
     window = reader.optional_integer("sliding_window", 4096, most=MAX_POSITIONS) if used else None
-    decoder = decoder_config(
+    decoder = replace(
         sizes,
         windows=(window,) * sizes.layers,
         tied=read_tied(reader, names),

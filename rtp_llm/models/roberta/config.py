@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from rtp_llm.models.encoder import EncoderConfig, read_encoder
-from rtp_llm.models.reader import ConfigReader
+from rtp_llm.models.reader import config_reader
 
 #: The two configuration classes differ in this default alone, so ``model_type`` decides.
 _VOCAB_SIZES = {"xlm-roberta": 30522}
@@ -17,8 +17,8 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> EncoderConfi
     """Raises:
     ConfigError: with every bad field.
     """
-    reader = ConfigReader(raw)
+    reader = config_reader(raw)
     vocab_size = _VOCAB_SIZES.get(str(raw.get("model_type")), _VOCAB_SIZE)
-    config = read_encoder(reader, names, prefix="roberta.", vocab_size=vocab_size, default_padding_id=1)
+    config = read_encoder(reader, names, vocab_size=vocab_size, default_padding_id=1)
     reader.finish()
     return config

@@ -1,7 +1,0 @@
-"""DeepSeek-V3.2's tensors have the names of all families with latent attention; which of them there are, the configuration says."""
-
-from __future__ import annotations
-
-from rtp_llm.models.latent import mapping
-
-__all__ = ["mapping"]

@@ -1,8 +1,0 @@
-"""Mistral is the plain decoder with what its configuration adds."""
-
-from __future__ import annotations
-
-from rtp_llm.models.decoder import build_decoder as build
-from rtp_llm.models.decoder import decoder_conditions as conditions
-
-__all__ = ["build", "conditions"]
