@@ -81,7 +81,7 @@ def of_model(model: nn.Module, plan: LoadPlan) -> Contents:
     memory = {name: parameter.data for name, parameter in model.named_parameters()}
 
     def content(delivery: Delivery, target: Target) -> torch.Tensor | None:
-        if target.param in plan.stages:
+        if target.param in plan.derived:
             return None
         return view(memory[target.param], target.box).reshape(extent(delivery.slot_box))
 
@@ -94,7 +94,7 @@ def of_tensors(get: Callable[[str], torch.Tensor | None], plan: LoadPlan) -> Con
 
     def content(delivery: Delivery, target: Target) -> torch.Tensor | None:
         raw = get(delivery.tensor.name)
-        if raw is None or target.param in plan.stages or tuple(raw.shape) != delivery.tensor.shape:
+        if raw is None or target.param in plan.derived or tuple(raw.shape) != delivery.tensor.shape:
             return None
         made = delivery.source.apply(view(raw, delivery.raw_box), delivery.slot_box)
         return made.to(dtypes[target.param])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtp_llm.plan.making import Made
+from rtp_llm.plan.derived import DerivedTile
 from rtp_llm.plan.pieces import ExpertSlots, Fill, ParamSpec, Piece
 
 
@@ -19,7 +19,7 @@ class Planned(nn.Module):
     and fills them through the plan.  A module never loads anything itself.
     """
 
-    def tiles(self) -> Mapping[str, tuple[Piece | Fill | Made, ...]]:
+    def tiles(self) -> Mapping[str, tuple[Piece | Fill | DerivedTile, ...]]:
         """For each of this module's own parameters, by attribute name, the pieces and fills that tile it."""
         raise AssertionError(f"{type(self).__name__} states no tiles")
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from rtp_llm.layers.quantised import WEIGHT, Quantisable
 from rtp_llm.parallel.groups import TensorParallel
 from rtp_llm.parallel.shard import Span, even, kv_heads
-from rtp_llm.plan.making import Made
+from rtp_llm.plan.derived import DerivedTile
 from rtp_llm.plan.pieces import Fill, Piece
 from rtp_llm.quantization.forms import Matrix
 
@@ -61,9 +61,9 @@ class Linear(Quantisable):
     def weights(self) -> dict[str, tuple[Matrix, ...]]:
         return {WEIGHT: tuple(Matrix(part.slot, (part.size, self.in_size), part.span, self.in_span) for part in self.parts)}
 
-    def tiles(self) -> dict[str, tuple[Piece | Fill | Made, ...]]:
-        weight: list[Piece | Fill | Made] = []
-        bias: list[Piece | Fill | Made] = []
+    def tiles(self) -> dict[str, tuple[Piece | Fill | DerivedTile, ...]]:
+        weight: list[Piece | Fill | DerivedTile] = []
+        bias: list[Piece | Fill | DerivedTile] = []
         columns = (0, self.in_span[1] - self.in_span[0])
         at = 0
         for part in self.parts:

@@ -21,7 +21,7 @@ from rtp_llm.parallel.experts import replicas
 from rtp_llm.parallel.groups import Groups
 from rtp_llm.parallel.shard import Span, even
 from rtp_llm.plan.boxes import Shape
-from rtp_llm.plan.making import Made
+from rtp_llm.plan.derived import DerivedTile
 from rtp_llm.plan.pieces import ExpertSlots, Fill, Piece
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Matrix, TensorForm, lay
 
@@ -148,7 +148,7 @@ class Experts(Quantisable, KernelUser):
         each = self.shapes[part][0] // self.intermediate_size
         return (each * self.span[0], each * self.span[1]), (0, self.hidden_size)
 
-    def tiles(self) -> dict[str, tuple[Piece | Fill | Made, ...]]:
+    def tiles(self) -> dict[str, tuple[Piece | Fill | DerivedTile, ...]]:
         weights = self.weights()
         plain = {name: lay(_PLAIN, matrices).tiles for name, matrices in weights.items() if name not in self.held}
         biases = {f"{name}_bias": lay(_BIAS, matrices).tiles for name, matrices in weights.items() if self.bias}

@@ -13,7 +13,7 @@ import torch
 
 from rtp_llm.layers.base import Planned
 from rtp_llm.plan.boxes import Box, Shape, view
-from rtp_llm.plan.making import Made
+from rtp_llm.plan.derived import DerivedTile
 from rtp_llm.plan.pieces import Fill, Piece
 from rtp_llm.quantization.forms import Laid, Matrix, lay
 from rtp_llm.quantization.inline import made_tiles
@@ -35,7 +35,7 @@ class Held:
     laid: dict[str, Laid] = field(default_factory=dict)
     made: bool = False
 
-    def tiles(self, attribute: str) -> tuple[Piece | Fill | Made, ...]:
+    def tiles(self, attribute: str) -> tuple[Piece | Fill | DerivedTile, ...]:
         """What fills a parameter: tensors of the checkpoint or, where it is ``made``, what is made of plain ones."""
         laid = self.laid[attribute]
         if self.made:
@@ -66,7 +66,7 @@ class Quantisable(Planned):
             self.declare(name, held.laid[name].shape, getattr(torch, form.dtype))
         self.held[attribute] = held
 
-    def held_tiles(self) -> dict[str, tuple[Piece | Fill | Made, ...]]:
+    def held_tiles(self) -> dict[str, tuple[Piece | Fill | DerivedTile, ...]]:
         """The tiles of all tensors of quantised weights."""
         return {name: held.tiles(name) for held in self.held.values() for name in held.laid}
 

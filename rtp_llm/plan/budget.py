@@ -1,7 +1,7 @@
 """What carrying out a plan takes on a device, in bytes: pure arithmetic over its deliveries.
 
-Parameters that are derived of a tensor need it whole, or a region of it, on the device.  How much of that is held at a time depends on
-the transport: threads that work side by side are held to a limit; a transport with one thread has its sequence.
+Derived parameters need their tensor, or a region of it, whole on the device.  The transport decides how many such tensors are held at a
+time: the own reader's threads obey a limit; a transport with one thread follows its sequence.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import prod
 
 from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.plan.boxes import extent, volume
-from rtp_llm.plan.making import Stage
+from rtp_llm.plan.derived import DerivedTensor
 from rtp_llm.plan.plan import Delivery, LoadPlan
 
 
@@ -20,8 +20,8 @@ from rtp_llm.plan.plan import Delivery, LoadPlan
 class Budget:
     """What one rank's plan takes on its device by one transport, in bytes.
 
-    ``resident``: the parameters.  ``staging``: the transport's buffers.  ``derived``: tensors that parameters are derived of, while they
-    are on their way.  ``transient``: the largest temporary beside all of these.
+    ``resident``: the parameters.  ``staging``: the transport's buffers.  ``derived``: tensors that parameters are derived
+    from, while they are gathered.  ``transient``: the largest temporary beside all of these.
     """
 
     transport: str
@@ -74,55 +74,55 @@ def transient_bytes(deliveries: Iterable[Delivery]) -> int:
     return max((2 * d.nbytes for d in deliveries if not d.divisible), default=0)
 
 
-def content_bytes(stage: Stage, delivery: Delivery) -> int:
-    """What a stage's tensor takes in its stored dtype."""
-    return volume(stage.region) * DTYPES[delivery.tensor.dtype].bits // 8
+def content_bytes(tensor: DerivedTensor, delivery: Delivery) -> int:
+    """Bytes of a derived tensor in its stored dtype."""
+    return volume(tensor.region) * DTYPES[delivery.tensor.dtype].bits // 8
 
 
 def staging_limits(plan: LoadPlan, reader: ReaderLimits) -> StagingLimits:
     """The limits for threads that go through a plan's deliveries in order.
 
-    Two of the largest tensors: one is gathered while another one is processed.  And never less than one tensor and a buffer for each
-    thread, so that a limit of small tensors does not stop the threads.
+    Room for two of the largest tensors: one is gathered while another one is transformed.  At least one tensor and a buffer for each
+    thread: a lower limit would stop threads.
     """
-    if not plan.stages:
+    if not plan.derived:
         return StagingLimits(0, 0, 0)
-    staged = [(content_bytes(stage, d), stage, d) for stage, d in staged_deliveries(plan)]
+    staged = [(content_bytes(tensor, d), tensor, d) for tensor, d in derived_deliveries(plan)]
     several = [nbytes for nbytes, _, d in staged if d.nbytes > reader.buffer_bytes and d.divisible]
-    # One that cannot be divided comes whole, one at a time if it is larger than a buffer, and is held again while an op works on it.
+    # An indivisible tensor is read whole; those larger than a buffer come one at a time.  An op holds a second copy.
     undivided = max((2 * nbytes for nbytes, _, d in staged if d.nbytes > reader.buffer_bytes and not d.divisible), default=0)
     small = [nbytes for nbytes, _, d in staged if d.nbytes <= reader.buffer_bytes]
     largest = max(several, default=0)
     parts = min(sum(several), largest + max(largest, reader.threads * reader.buffer_bytes))
     single = undivided + min(sum(small), reader.threads * max(small, default=0))
-    working = max((stage.maker.working_bytes(stage.region, reader.step_bytes) for _, stage, _ in staged), default=0)
+    working = max((tensor.transform.working_bytes(tensor.region, reader.step_bytes) for _, tensor, _ in staged), default=0)
     return StagingLimits(parts, single, min(reader.derivers, len(staged)) * working)
 
 
-def held_bytes(parts: Iterable[Delivery], stages: Mapping[str, Stage], step_bytes: int) -> int:
-    """The most that one thread holds which brings ``parts`` in this order: tensors that lack some, and what making one takes."""
+def held_bytes(parts: Iterable[Delivery], derived: Mapping[str, DerivedTensor], step_bytes: int) -> int:
+    """The most that one thread holds if it places ``parts`` in this order: incomplete tensors, and one transform's working memory."""
     left: dict[str, int] = {}
     held = most = 0
     for part in parts:
         for target in part.targets:
-            stage = stages.get(target.param)
-            if stage is None:
+            tensor = derived.get(target.param)
+            if tensor is None:
                 continue
-            if stage.name not in left:
-                left[stage.name] = volume(stage.region)
-                held += content_bytes(stage, part)
+            if tensor.name not in left:
+                left[tensor.name] = volume(tensor.region)
+                held += content_bytes(tensor, part)
             most = max(most, held)
-            left[stage.name] -= prod(extent(target.box))
-            if not left[stage.name]:
-                most = max(most, held + stage.maker.working_bytes(stage.region, step_bytes))
-                held -= content_bytes(stage, part)
+            left[tensor.name] -= prod(extent(target.box))
+            if not left[tensor.name]:
+                most = max(most, held + tensor.transform.working_bytes(tensor.region, step_bytes))
+                held -= content_bytes(tensor, part)
     return most
 
 
-def staged_deliveries(plan: LoadPlan) -> Iterator[tuple[Stage, Delivery]]:
-    """What parameters are made of, in order, but for what has no byte."""
-    if plan.stages:  # most plans have none, and many deliveries
+def derived_deliveries(plan: LoadPlan) -> Iterator[tuple[DerivedTensor, Delivery]]:
+    """Each derived tensor with its delivery, in plan order; empty deliveries are left out."""
+    if plan.derived:  # most plans have none, and many deliveries
         for delivery in plan.deliveries:
             for target in delivery.targets:
-                if target.param in plan.stages and delivery.nbytes:
-                    yield plan.stages[target.param], delivery
+                if target.param in plan.derived and delivery.nbytes:
+                    yield plan.derived[target.param], delivery

@@ -1,4 +1,4 @@
-"""Do boxes fill a tensor exactly: no gap, no overlap?  A proof by regions, not by counting."""
+"""Whether boxes fill a tensor exactly: no gap, no overlap.  Proved by regions, not by counting."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rtp_llm.plan.boxes import Box, Shape, inside, volume, whole
 def tiles(shape: Shape, boxes: Sequence[Box]) -> bool:
     """Whether ``boxes`` cover every element of a tensor of ``shape`` once.
 
-    Works slab by slab: the cuts of the first dimension make slabs, and within each slab the boxes that cross it must
-    tile the remaining dimensions.  Empty boxes cover nothing and are ignored.
+    Cuts the first dimension into slabs at every box's edge; the boxes that cross a slab must tile its remaining dimensions.
+    Empty boxes are ignored.
     """
     if len(boxes) == 1 and boxes[0] == whole(shape):
         return True

@@ -1,4 +1,4 @@
-"""What is wrong with the experts of a checkpoint as a whole, and what a missing one should be called."""
+"""Checks the number of experts of a checkpoint, and proposes names for missing ones."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from rtp_llm.plan.rules import WrongShape, template
 class Contradicted:
     """Layers whose number of experts is not the configuration's, by the prefixes of their slots.
 
-    Everything else that could be said of those slots (missing, unexpected, of another shape) follows from that, and would
-    bury it.
+    Every other problem of those slots (missing, unexpected, of another shape) follows from it and is not reported.
     """
 
     problems: tuple[Problem, ...]
@@ -34,9 +33,9 @@ class Contradicted:
 def contradictions(
     experts: tuple[ExpertSlots, ...], slots: Mapping[str, Source], wrong_shapes: Mapping[str, WrongShape], tensors: Mapping[str, TensorInfo]
 ) -> Contradicted:
-    """Compares the configuration's number of experts with what the file says: rows of routers, and stacked tensors.
+    """Compares the configuration's number of experts with the routers' rows and the stacked tensors.
 
-    A checkpoint whose routers agree with the configuration lacks experts, or has too many, as a fault of single tensors.
+    Where routers agree with the configuration, experts too few or too many are problems of single tensors.
     """
     problems = [shape_problem(tensors[name], wrong) for name, wrong in wrong_shapes.items()]
     prefixes: set[str] = set()
@@ -64,7 +63,7 @@ def contradictions(
 
 
 def shape_problem(tensor: TensorInfo, wrong: WrongShape) -> Problem:
-    """What is told of a tensor that its rule cannot divide."""
+    """The problem of a tensor that its rule cannot divide."""
     return Problem(
         wrong.fault,
         wrong.what,
@@ -77,10 +76,10 @@ def shape_problem(tensor: TensorInfo, wrong: WrongShape) -> Problem:
 
 
 def proposed_names(mapping: rules.Mapping, slot: str, names: Collection[str]) -> tuple[str, ...]:
-    """The raw names under which a missing slot is to be looked for.
+    """The raw names that a missing slot may have.
 
-    For an expert that is the spelling in which the checkpoint has the same part of the layer's expert 0 or 1; where it has
-    neither, and for everything else, all spellings that the mapping knows.
+    For an expert: the spelling that the checkpoint uses for the same part of the layer's expert 0 or 1.  Where it has neither,
+    and for all other slots: every spelling of the mapping.
     """
     key, numbers = template(slot)
     if len(numbers) == 2:

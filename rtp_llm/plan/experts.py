@@ -1,7 +1,7 @@
 """How checkpoints store experts: a tensor for each expert, or all experts of a layer stacked in one.
 
-A family's mapping states the spellings that occur (:class:`ExpertNames`); :func:`expert_rules` makes rules of them; and
-:func:`expert_layouts` says which of them a checkpoint uses, layer by layer and weight by weight, since some checkpoints mix.
+A family's mapping states the spellings that occur (:class:`ExpertNames`).  :func:`expert_rules` turns them into rules.
+:func:`expert_layouts` finds which of them a checkpoint uses, by layer and weight, since some checkpoints mix them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _BIAS = Companion("bias", stacked=2, upright=True)
 class ExpertNames:
     """How a checkpoint spells the experts of a layer.
 
-    ``at`` is the template of what holds them, with one number, the layer's (``model.layers.{}.mlp.experts``).  Below it,
-    with ``.weight`` behind, stand ``{e}.{gate}``, ``{e}.{up}`` and ``{e}.{down}`` of each expert ``e``; or, with or without
-    ``.weight``, all experts stacked: ``{gate_up}`` (gate above up), or ``{gate}`` and ``{up}`` apart, and ``{down}``.
+    ``at``: the template of their module, with one number, the layer's (``model.layers.{}.mlp.experts``).  Names below it are
+    either those of each expert ``e``, ending in ``.weight``: ``{e}.{gate}``, ``{e}.{up}``, ``{e}.{down}``; or those of all experts
+    stacked, with or without ``.weight``: ``{gate_up}`` (gate above up), or ``{gate}`` and ``{up}``, and ``{down}``.
 
-    ``transposed``: the orientation of *stacked* tensors, which their shape cannot tell where sizes happen to be equal.
+    ``transposed``: the orientation of *stacked* tensors; shapes do not show it where sizes are equal.
     Plain is ``[experts, out, in]``, that is gate_up ``[E, 2I, H]`` and down ``[E, H, I]``; transposed is ``[experts, in, out]``.
-    ``alternating``: in ``{gate_up}`` rows of gate and up take turns, and stay so (gpt-oss); there are stacks alone then, with biases
-    ``{gate_up}_bias [E, 2I]`` and ``{down}_bias [E, H]``.
+    ``alternating``: in ``{gate_up}`` rows of gate and up alternate, and stay so (gpt-oss).  All experts are stacked then, with
+    biases ``{gate_up}_bias [E, 2I]`` and ``{down}_bias [E, H]``.
     """
 
     at: str
@@ -46,7 +46,7 @@ class ExpertNames:
 
 
 def expert_rules(count: int, *names: ExpertNames) -> tuple[Rule, ...]:
-    """Rules for every spelling of ``count`` experts a layer; that of the first names is the one that messages propose."""
+    """Rules for every spelling of ``count`` experts a layer; messages propose that of the first names."""
     return tuple(rule for one in names for rule in _rules(count, one))
 
 
@@ -70,7 +70,7 @@ def _rules(count: int, names: ExpertNames) -> Iterator[Rule]:
 
 
 def swapped_names(*names: ExpertNames) -> tuple[Skip, ...]:
-    """Names of tensors that hold up above gate: of equal shape, so only the name tells, and never taken for the other."""
+    """Names of tensors that hold up above gate.  Their shape is that of gate above up, so only the name shows it."""
     reason = "it holds up before gate by its name, and this model takes gate before up: swap the halves and rename it"
     return tuple(Skip(f"{one.at}.{name}", reason) for one in names for name in ("up_gate_proj", "up_gate_proj.weight"))
 
@@ -83,15 +83,14 @@ class ExpertLayout(Enum):
     MIXED = "neither for all of its parts"
 
 
-#: What runs as one weight, and of which parts it is made: it is stacked only if all of them are.
+#: The parts of each fused weight; it counts as stacked only if all of them are.
 _WEIGHTS: Mapping[str, frozenset[str]] = {"gate_up": frozenset({"gate", "up"}), "down": frozenset({"down"})}
 
 
 def expert_layouts(mapping: rules.Mapping, names: Iterable[str]) -> dict[tuple[int, str], ExpertLayout]:
     """The layout of each weight (``gate_up``, ``down``) of each layer that has experts among the raw tensors ``names``.
 
-    The one place where this is decided.  It goes by the tensors that are there: no name with a number left open is ever
-    looked up.  ``STACKED`` holds only if all parts are there and stacked, and none of them per expert as well.
+    Goes by the tensors that are there.  ``STACKED`` only if all parts are there and stacked, and none of them per expert too.
     """
     stacked: dict[tuple[int, str], set[str]] = {}
     single: dict[tuple[int, str], set[str]] = {}

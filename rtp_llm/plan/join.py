@@ -1,4 +1,4 @@
-"""Checkpoint side and model side meet on the names of slots: here a plan is made, or refused."""
+"""Joins the checkpoint's tensors with the model's parameters by the names of slots: the result is a plan."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from rtp_llm.checkpoint.dtypes import DTYPES, DTYPES_BY_TORCH_NAME
 from rtp_llm.errors import Problem
 from rtp_llm.plan.boxes import Box, Shape, extent, whole
 from rtp_llm.plan.coverage import tiles
+from rtp_llm.plan.derived import DerivedPlace, DerivedTensor, DerivedTile, Transform
 from rtp_llm.plan.dtypes import CASTABLE, cast_is_exact
 from rtp_llm.plan.expert_check import Contradicted, contradictions, proposed_names
 from rtp_llm.plan.faults import PlanFault
-from rtp_llm.plan.making import Made, Maker, Product, Stage
 from rtp_llm.plan.ops import Source
 from rtp_llm.plan.pieces import Fill
 from rtp_llm.plan.plan import Delivery, LoadPlan, ModelSide, Skipped, Target, agreement_lines, compatible, digest
 from rtp_llm.plan.rules import Mapping, WrongShape, template
 
-#: What is made of a slot is made of its stored values, whichever floating-point type they have.
+#: A transform takes stored values of any floating-point type.
 _ANY_FLOAT = "float32"
 
 
 @dataclass(slots=True)
 class Provided:
-    """What a mapping makes of a catalogue; ``wrong_shapes`` are tensors, by name, that their rule cannot divide."""
+    """The slots that a mapping finds in a catalogue.  ``wrong_shapes``: by name, tensors that their rule cannot divide."""
 
     slots: dict[str, Source] = field(default_factory=dict)
     skipped: list[Skipped] = field(default_factory=list)
@@ -53,7 +53,7 @@ def provide(mapping: Mapping, tensors: Iterable[TensorInfo]) -> Provided:
         if wrong is not None:
             found.wrong_shapes[tensor.name] = wrong
             continue
-        # A set: slots may share a tensor, such as one scale for all that is fused.
+        # A set: slots may share a tensor, such as the scale of a fused matrix.
         boxes: set[Box] = set()
         for provision in rule.provide(numbers, tensor.shape):
             source = Source(tensor.name, tensor.shape, provision.ops)
@@ -100,7 +100,7 @@ def join(catalog: Catalog, mapping: Mapping, model: ModelSide) -> LoadPlan:
     tensors = {t.name: t for t in catalog.tensors}
     found = provide(mapping, catalog.tensors)
     wrong = contradictions(model.experts, found.slots, found.wrong_shapes, tensors)
-    needs, wants, fills, stages, problems = _needs(model, found.slots, tensors, wrong)
+    needs, wants, fills, derived, problems = _needs(model, found.slots, tensors, wrong)
 
     unused = {source.raw for slot, source in found.slots.items() if slot not in needs and not wrong.concern(slot)}
     unexpected = tuple(sorted([*found.unexpected, *unused]))
@@ -108,7 +108,7 @@ def join(catalog: Catalog, mapping: Mapping, model: ModelSide) -> LoadPlan:
         slot: proposed_names(mapping, slot, tensors)
         for slot in sorted(slot for slot in needs if slot not in found.slots and not wrong.concern(slot))
     }
-    # What a tensor of a wrong shape would provide is not missing: the shape is what is wrong.
+    # A slot whose tensor has a wrong shape is not missing: its shape is reported.
     absent = {slot: names for slot, names in absent.items() if not any(name in found.wrong_shapes for name in mapping.raw_names(slot))}
     problems += found.problems
     problems += wrong.problems
@@ -132,7 +132,7 @@ def join(catalog: Catalog, mapping: Mapping, model: ModelSide) -> LoadPlan:
         slots=found.slots,
         deliveries=deliveries,
         fills=tuple(fills),
-        stages=stages,
+        derived=derived,
         skipped=tuple(found.skipped),
         missing=tuple(sorted((names or (slot,))[0] for slot, names in absent.items())),
         unexpected=unexpected,
@@ -151,7 +151,7 @@ def stored_bits(dtype: str) -> int:
 
 
 def slots_digest(needs: dict[str, Shape]) -> str:
-    """A hash of the logical tensors that the model is made of, which do not depend on the rank."""
+    """A hash of the model's slots and their shapes, equal on all ranks."""
     return digest(f"{slot} {list(needs[slot])}" for slot in sorted(needs))
 
 
@@ -160,15 +160,15 @@ def _needs(
     slots: dict[str, Source],
     tensors: dict[str, TensorInfo],
     wrong: Contradicted,
-) -> tuple[dict[str, Shape], dict[tuple[str, Box], list[Target]], list[tuple[str, Fill]], dict[str, Stage], list[Problem]]:
-    """Goes through the parameters once: the slots they need, who wants which box, fills, stages, shape and dtype problems.
+) -> tuple[dict[str, Shape], dict[tuple[str, Box], list[Target]], list[tuple[str, Fill]], dict[str, DerivedTensor], list[Problem]]:
+    """One pass over the parameters: needed slots, targets by slot box, fills, derived tensors, shape and dtype problems.
 
-    The slots of experts on other ranks are needed as well, though no parameter here wants them.
+    Slots of experts on other ranks are needed too, although no parameter of this rank takes them.
     """
     needs: dict[str, Shape] = {}
     wants: defaultdict[tuple[str, Box], list[Target]] = defaultdict(list)
     fills: list[tuple[str, Fill]] = []
-    made: dict[tuple[str, Box], tuple[Maker, list[Product]]] = {}
+    transforms: dict[tuple[str, Box], tuple[Transform, list[DerivedPlace]]] = {}
     problems: dict[tuple[PlanFault, str], Problem] = {}
 
     def fits(slot: str, shape: Shape, dtype: str, exact: bool) -> bool:
@@ -187,15 +187,15 @@ def _needs(
             if isinstance(tile, Fill):
                 fills.append((param.name, tile))
                 continue
-            if isinstance(tile, Made):
+            if isinstance(tile, DerivedTile):
                 assert needs.setdefault(tile.slot, tile.slot_shape) == tile.slot_shape, f"{tile.slot}: layers expect different shapes"
                 if fits(tile.slot, tile.slot_shape, _ANY_FLOAT, False):
                     source = slots[tile.slot]
                     divisible = tensors[source.raw].strides is None and all(op.local for op in source.ops)
-                    # What is read whole anyway is read once, for all that is made of it.
-                    region = tile.maker.needs(tile.output, tile.box, tile.slot_shape) if divisible else whole(tile.slot_shape)
-                    _, products = made.setdefault((tile.slot, region), (tile.maker, []))
-                    products.append(Product(param.name, tile.local_box, tile.output, tile.box))
+                    # An indivisible tensor is read whole and once, for everything derived from it.
+                    region = tile.transform.needs(tile.output, tile.box, tile.slot_shape) if divisible else whole(tile.slot_shape)
+                    _, places = transforms.setdefault((tile.slot, region), (tile.transform, []))
+                    places.append(DerivedPlace(param.name, tile.local_box, tile.output, tile.box))
                 continue
             assert compatible(tile.slot_box, tile.local_box), f"{param.name}: {tile} changes shape"
             assert needs.setdefault(tile.slot, tile.slot_shape) == tile.slot_shape, f"{tile.slot}: layers expect different shapes"
@@ -206,12 +206,12 @@ def _needs(
             if slot not in needs:
                 needs[slot] = shape
                 fits(slot, shape, dtype, False)
-    stages = {}
-    for (slot, region), (maker, products) in made.items():
+    derived = {}
+    for (slot, region), (transform, places) in transforms.items():
         name = f"{slot} {list(region)}"
-        stages[name] = Stage(name, maker, region, tuple(products))
+        derived[name] = DerivedTensor(name, transform, region, tuple(places))
         wants[slot, region].append(Target(name, whole(extent(region))))
-    return needs, wants, fills, stages, list(problems.values())
+    return needs, wants, fills, derived, list(problems.values())
 
 
 def _misfit(shape: Shape, dtype: str, exact: bool, source: Source, tensor: TensorInfo) -> PlanFault | None:

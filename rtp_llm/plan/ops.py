@@ -1,10 +1,10 @@
-"""Ops: what lies between a tensor in a file and the slot it provides, and how a box passes through.
+"""Ops turn a tensor of a file into the slot that it provides, and map boxes from one to the other.
 
-A source is read by *boxes*, never whole where a part will do; so every op says which box of its input holds what a box
-of its output needs (``pull``), and which box of its output that input gives (``push``).  For most ops the two are
-inverse.  An op that cannot pass a box pulls everything; the reader then cuts what was asked from what came.
+A source is read by *boxes*, whole only where it must be.  ``pull``: the input box that an output box needs.  ``push``: the
+output box that this input gives.  For most ops the two are inverse.  An op that cannot pass a box pulls everything; the
+reader then cuts the wanted box from the result.
 
-Every op can be undone (``reverse``), which makes the exporter the mapping run backwards.
+Every op has a ``reverse``: the exporter runs the mapping backwards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Op(Protocol):
         """The output's shape."""
 
     def pull(self, box: Box, shape: Shape) -> Box:
-        """The smallest input box that holds all that the output's ``box`` is made from."""
+        """The smallest input box that the output's ``box`` needs."""
 
     def push(self, box: Box, shape: Shape) -> Box:
         """The output box that ``apply`` makes from the input's ``box`` (one that ``pull`` gave)."""
@@ -127,7 +127,7 @@ class Deinterleave:
     """Rows of each of ``heads`` heads from pairs side by side (GPT-J, Meta's Llama files) to halves (Hugging Face):
     output row ``j`` of a head is input row ``2j`` in the first half and ``2(j - d/2) + 1`` in the second.
 
-    The permutation scatters a box over the whole head, so it cannot pass one: everything is pulled.
+    The permutation scatters a box over the whole head: everything is pulled.
     """
 
     heads: int
@@ -163,7 +163,7 @@ class Source:
 
     @property
     def slot_shape(self) -> Shape:
-        """The shape of the slot that the ops make of the raw tensor."""
+        """The slot's shape."""
         shape = self.shape
         for op in self.ops:
             shape = op.out_shape(shape)
@@ -187,7 +187,7 @@ class Source:
         return box
 
     def push(self, raw_box: Box) -> Box:
-        """The slot box that a pulled raw box gives; larger than what was asked where an op cannot pass a box."""
+        """The slot box that a pulled raw box gives; larger than the wanted one where an op cannot pass a box."""
         box = raw_box
         for op, shape in zip(self.ops, self._shapes(), strict=True):
             box = op.push(box, shape)
@@ -198,7 +198,7 @@ class Source:
         return not self.ops or self.push(self.pull(slot_box)) == slot_box
 
     def apply(self, read: torch.Tensor, slot_box: Box) -> torch.Tensor:
-        """What ``slot_box`` holds, from ``read``, the content of ``pull(slot_box)``."""
+        """The content of ``slot_box``, from ``read``, the content of ``pull(slot_box)``."""
         tensor = read
         for op in self.ops:
             tensor = op.apply(tensor)

@@ -2,8 +2,8 @@
 
 A *slot* is a logical, full tensor with a name that checkpoint mapping and layer agree on, for example
 ``layers.3.attn.q.weight``.  A layer says for each of its parameters which box of which slot fills which box of the
-parameter.  Tensor parallelism, fusion (QKV, gate/up), KV-head replication and vocabulary padding are nothing but
-different pieces.  A layer states pieces and never loads anything.
+parameter.  Tensor parallelism, fusion (QKV, gate/up), KV-head replication and vocabulary padding only choose
+other pieces.  A layer states pieces and never loads anything.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rtp_llm.plan.boxes import Box, Shape, whole
-from rtp_llm.plan.making import Made
+from rtp_llm.plan.derived import DerivedTile
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,13 @@ class Fill:
 class ParamSpec:
     """One local parameter: its name in the module tree, its local shape, its torch dtype name, and its tiling.
 
-    ``exact``: the checkpoint must hold it in a dtype with at least this precision; a narrower one is refused, since it has
-    lost what the model needs.
+    ``exact``: a stored dtype of less precision is refused, since the model needs what it has lost.
     """
 
     name: str
     shape: Shape
     dtype: str
-    tiles: tuple[Piece | Fill | Made, ...]
+    tiles: tuple[Piece | Fill | DerivedTile, ...]
     exact: bool = False
 
 
@@ -61,10 +60,9 @@ class ParamSpec:
 class ExpertSlots:
     """All experts of one layer, on whichever rank they live: the slots ``{slot}.{e}.{part}`` for each expert and part.
 
-    A rank's parameters name the slots of its own experts only.  With these it knows the others' as well: their tensors are
-    not unexpected, and are missed when they are absent.  The slots below ``router`` have a row for each expert as well.
-    A part has a name, a full shape, and torch's name of its parameter's dtype; ``held``: for each expert-parallel rank the
-    experts it holds.
+    A rank's parameters name the slots of its own experts only.  These name the others: their tensors are not unexpected, and
+    are reported if missing.  The slots below ``router`` have a row for each expert.  ``parts``: name, full shape, torch's name
+    of the parameter's dtype.  ``held``: the experts of each expert-parallel rank.
     """
 
     layer: int

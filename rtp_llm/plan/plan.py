@@ -14,13 +14,13 @@ from rtp_llm.config.parallel import ParallelConfig
 from rtp_llm.errors import PlanError, Problem
 from rtp_llm.plan import rules
 from rtp_llm.plan.boxes import Box, extent, volume
+from rtp_llm.plan.derived import DerivedTensor
 from rtp_llm.plan.experts import ExpertLayout, expert_layouts
-from rtp_llm.plan.making import Stage
 from rtp_llm.plan.ops import Source
 from rtp_llm.plan.pieces import ExpertSlots, Fill, ParamSpec
 from rtp_llm.plan.ranges import parts
 
-#: Lines that are hashed by one call: calls for single ones take longer than hashing, and all at once are tens of megabytes.
+#: Lines hashed by one call: one call a line takes longer than the hash, and all lines are tens of megabytes.
 _LINES_AT_ONCE = 1024
 
 
@@ -119,7 +119,7 @@ class Listed:
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """What is quantised, by ``method``: each scheme with the number of modules that have it; the entries of lists; and plain
-    modules that the declaration says nothing of.  Counts of what is made while loading are this rank's."""
+    modules that the declaration does not name.  Counts of weights quantised while loading are this rank's."""
 
     method: str
     schemes: tuple[tuple[str, int], ...]
@@ -152,8 +152,8 @@ class ModelSide:
 class LoadPlan:
     """What one rank loads: final as :func:`rtp_llm.plan.join.join` makes it.  What it costs is a :class:`Budget`.
 
-    ``digest`` is the part on which all ranks must agree (files, tensors, mapping, sizes, dtype; no path, no rank).  ``bytes_read`` is
-    what the deliveries take from storage, ``bytes_resident`` what this rank's parameters take.  ``missing``, ``unexpected`` and
+    ``digest`` hashes what all ranks must agree on (files, tensors, mapping, sizes, dtype; no path, no rank).  ``bytes_read``: read from
+    storage by the deliveries.  ``bytes_resident``: this rank's parameters.  ``missing``, ``unexpected`` and
     ``problems`` are empty in a plan that may be carried out.
     """
 
@@ -163,7 +163,7 @@ class LoadPlan:
     slots: Mapping[str, Source] = field(repr=False)
     deliveries: tuple[Delivery, ...]
     fills: tuple[tuple[str, Fill], ...]
-    stages: Mapping[str, Stage]
+    derived: Mapping[str, DerivedTensor]
     skipped: tuple[Skipped, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -174,7 +174,7 @@ class LoadPlan:
     digest: str
 
     def agreement_lines(self) -> Iterator[str]:
-        """What :attr:`digest` is made of; see the function of this name."""
+        """The lines that :attr:`digest` hashes; see the function of this name."""
         return agreement_lines(self.model, self.catalog.tensors, self.slots, self.model_digest)
 
     def expert_layouts(self) -> dict[tuple[int, str], ExpertLayout]:
@@ -195,7 +195,7 @@ def agreement_lines(model: ModelSide, tensors: tuple[TensorInfo, ...], slots: Ma
     yield f"architecture {model.architecture} dtype {model.dtype} tp_size {model.parallel.tp_size} ep_size {model.parallel.ep_size}"
     yield f"logical tensors {model_digest}"
     if model.quantization is not None:
-        # Without the counts: ranks that hold fewer experts make fewer FP8 weights of them.
+        # Without the counts: ranks with fewer experts quantise fewer weights.
         yield f"quantisation {model.quantization.method} {sorted(name for name, _ in model.quantization.schemes)}"
     for layer in model.experts:
         yield f"experts of layer {layer.layer} on expert-parallel ranks {layer.held}"

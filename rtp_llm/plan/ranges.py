@@ -1,4 +1,4 @@
-"""Which bytes of a row-major tensor a box is made of, and how a box is cut into parts that fit a buffer."""
+"""The byte runs of a box in a row-major tensor, and how a box is cut into parts that fit a buffer."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ class Runs:
 
 
 def byte_runs(shape: Shape, box: Box, bits: int) -> Runs:
-    """The runs of ``box`` in a contiguous tensor of ``shape`` with ``bits`` for each element; of an empty box, one of no
-    bytes.
+    """The runs of ``box`` in a contiguous tensor of ``shape`` with ``bits`` for each element; one empty run for an empty box.
 
     Elements smaller than a byte must begin and end on whole bytes in the last dimension, else ``ValueError``.
     """

@@ -1,7 +1,7 @@
 """The checkpoint's side of the plan: a family's mapping, as data.
 
 A raw name with its numbers taken out is its *template* (``model.layers.{}.mlp.up_proj.weight``), and templates are
-dictionary keys, so that looking up 91,000 names costs 91,000 look-ups whatever the number of rules.
+dictionary keys: 91,000 names take 91,000 look-ups, whatever the number of rules.
 """
 
 from __future__ import annotations
@@ -230,8 +230,7 @@ class SkipLayers:
 class Mapping:
     """A family's rules and skips; two for one template are a mistake in the family.
 
-    ``refused``: names that are known to mean something else than a reader might think, each with what it is; they stay
-    unexpected, and the message says why.
+    ``refused``: names that look like known ones and mean something else; they stay unexpected, with that reason.
     """
 
     rules: tuple[Rule, ...]

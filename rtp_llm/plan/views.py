@@ -1,4 +1,4 @@
-"""A plan as JSON, for programs and for other ranks; the terminal's tables are made from it."""
+"""A plan as JSON, for programs; the terminal's tables are rendered from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rtp_llm.plan.plan import LoadPlan
 
 
 def plan_json(plan: LoadPlan, budget: Budget) -> dict[str, Any]:
-    """The stable fields of a plan, and what it takes by the transport of ``budget``.
+    """The stable fields of a plan and of its ``budget``.
 
     ``parameters`` counts elements, ``tensors`` parameter tensors; ``bytes_*`` and ``predicted_peak_bytes`` are this
     rank's; ``files`` lists what is read of each file; ``missing`` and ``unexpected`` are names of checkpoint tensors;
@@ -66,7 +66,7 @@ def quantization_json(plan: LoadPlan) -> dict[str, Any] | None:
 
 
 def expert_table(plan: LoadPlan) -> list[dict[str, Any]]:
-    """Which expert-parallel rank holds which experts, and how the checkpoint has them: an entry for layers that are alike.
+    """Which expert-parallel rank holds which experts, and how the checkpoint stores them; equal layers share an entry.
 
     ``bytes`` are those of one layer's experts on one of the rank's tensor-parallel ranks; an expert that a rank holds twice
     counts twice.  Empty for a model without experts.

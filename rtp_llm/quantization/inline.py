@@ -16,7 +16,7 @@ import torch
 
 from rtp_llm.parallel.shard import Span
 from rtp_llm.plan.boxes import Box, Shape, extent, view, volume
-from rtp_llm.plan.making import Made, Place
+from rtp_llm.plan.derived import DerivedTile, OutputPlace
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Fixed, Laid, Matrix, TensorForm
 from rtp_llm.quantization.scaled import Grid, Scaled, grid_label
 
@@ -89,7 +89,7 @@ class Quantiser:
         step = min(4 * rows * columns, max(step_bytes, 4 * columns))
         return step + _BYTES_A_SCALE * -(-rows // max(1, bn)) * -(-columns // max(1, bk))
 
-    def make(self, content: torch.Tensor, region: Box, places: Sequence[Place], step_bytes: int) -> None:
+    def derive(self, content: torch.Tensor, region: Box, places: Sequence[OutputPlace], step_bytes: int) -> None:
         scale = self._scale(content)
         rows, columns = (first for first, _ in region)
         for output, box, memory in places:
@@ -180,12 +180,12 @@ def _stepped(span: Span, per: int, most: int) -> Iterator[tuple[int, int, int]]:
                 yield a, min(a + step, stop), size
 
 
-def made_tiles(laid: Laid, matrices: Sequence[Matrix], grid: Grid) -> tuple[Made, ...]:
+def made_tiles(laid: Laid, matrices: Sequence[Matrix], grid: Grid) -> tuple[DerivedTile, ...]:
     """The tiles of one parameter, codes or scales, which are made of the matrices' plain weights.
 
     Both parameters are cut at the same rows of a matrix, so that codes and scales of a band are made of one read.
     """
-    maker = Quantiser(grid)
+    transform = Quantiser(grid)
     tiles = []
     for matrix, local in zip(matrices, laid.boxes, strict=True):
         box = tuple(dim.span(matrix) for dim in laid.form.dims)
@@ -193,7 +193,7 @@ def made_tiles(laid: Laid, matrices: Sequence[Matrix], grid: Grid) -> tuple[Made
         assert extent(box) == extent(local)[lead:]
         for part in _bands(box, laid.form, matrix, grid):
             moved = ((p - a + o, q - a + o) for (p, q), (a, _), (o, _) in zip(part, box, local[lead:], strict=True))
-            tiles.append(Made(f"{matrix.slot}.weight", matrix.shape, maker, laid.form.name, part, (*local[:lead], *moved)))
+            tiles.append(DerivedTile(f"{matrix.slot}.weight", matrix.shape, transform, laid.form.name, part, (*local[:lead], *moved)))
     return tuple(tiles)
 
 

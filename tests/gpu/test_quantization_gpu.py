@@ -80,11 +80,11 @@ def test_codes_made_on_the_device(grid: str, dtype: torch.dtype, tmp_path: Path)
 def test_making_waits_for_nothing(grid: Grid) -> None:
     """Making codes on the device is queued: torch reports no operation that would have waited for it; whole steps and many."""
     for step in (2**30, 2**20):
-        maker, content, region, places = on((1000, 1030), grid, "cuda")
+        transform, content, region, places = on((1000, 1030), grid, "cuda")
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            maker.make(content, region, places, step)
+            transform.derive(content, region, places, step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         same = on((1000, 1030), grid, "cpu")

@@ -13,9 +13,9 @@ from rtp_llm import LoadConfig, ParallelConfig, load_model
 from rtp_llm.loader.budget.budget import predictions
 from rtp_llm.loader.context import planning_context
 from rtp_llm.loader.fill import fill as filling
-from rtp_llm.loader.fill.derive import MakingPlacement
+from rtp_llm.loader.fill.derive import DerivingPlacement
 from rtp_llm.loader.prepare import prepare
-from rtp_llm.plan.making import Stage
+from rtp_llm.plan.derived import DerivedTensor
 from tests.support.ranks import run_ranks
 from tests.support.tiny import save_tiny_llama
 
@@ -45,19 +45,19 @@ def taken(path: str, method: str, quantization: str | None) -> tuple[dict[str, i
     """A load's own prediction, the most of tensors that really were on their way, and how many at a time."""
     most = count = 0
 
-    class Recording(MakingPlacement):
-        def _allocated(self, stage: Stage, dtype: torch.dtype, room: int) -> Any:
+    class Recording(DerivingPlacement):
+        def _allocated(self, derived: DerivedTensor, dtype: torch.dtype, room: int) -> Any:
             nonlocal most, count
-            found = super()._allocated(stage, dtype, room)
+            found = super()._allocated(derived, dtype, room)
             held = [*self._gathered.values(), found]
             most, count = max(most, sum(g.content.nbytes for g in held)), max(count, len(held))
             return found
 
-    filling.MakingPlacement = Recording  # type: ignore[misc]  # this process ends after the load, or undoes it
+    filling.DerivingPlacement = Recording  # type: ignore[misc]  # this process ends after the load, or undoes it
     try:
         report = load_model(path, load=settings(method, quantization)).report
     finally:
-        filling.MakingPlacement = MakingPlacement  # type: ignore[misc]
+        filling.DerivingPlacement = DerivingPlacement  # type: ignore[misc]
     assert report.effective_mode == method
     return report.budget.to_json(), most, count
 

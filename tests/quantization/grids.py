@@ -12,7 +12,7 @@ from rtp_llm.quantization.scaled import Grid
 
 
 def on(shape: tuple[int, int], grid: Grid, device: str = "cpu") -> tuple[Quantiser, torch.Tensor, Box, list[tuple[str, Box, torch.Tensor]]]:
-    """A maker with a matrix and its two places."""
+    """A transform with a matrix and its two places."""
     rows, columns = ((0, n) for n in shape)
     scales: dict[Any, Box] = {"tensor": ((0, 1),), "channel": (rows, (0, 1))}
     scale = scales.get(grid, tuple((0, -(-n // 128)) for n in shape))

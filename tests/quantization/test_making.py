@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtp_llm import LoadConfig, ParallelConfig, build_plan, load_model
 from rtp_llm.loader.context import reader_limits, step_bytes
-from rtp_llm.loader.fill.derive import MakingPlacement, Stopped
+from rtp_llm.loader.fill.derive import DerivingPlacement, Stopped
 from rtp_llm.loader.fill.placement import allocate
 from rtp_llm.loader.prepare import Prepared
 from rtp_llm.plan.boxes import Box, volume
 from rtp_llm.plan.budget import ReaderLimits, StagingLimits, held_bytes, staging_limits
-from rtp_llm.plan.making import Stage
+from rtp_llm.plan.derived import DerivedTensor
 from rtp_llm.plan.plan import Delivery
 from rtp_llm.quantization.scaled import Grid
 from rtp_llm.transport.interface import Quiet
@@ -54,7 +54,7 @@ def test_bands(grid: str, wide: Path) -> None:
         largest = max(t.nbytes for t in loaded.plan.catalog.tensors)
         assert loaded.report.budget.derived < 2 * largest + 4 * MIB + 2 * load.buffer_mib * MIB
         if place.tp_size == 1:
-            assert len(loaded.plan.stages) > 7, "there is one band"
+            assert len(loaded.plan.derived) > 7, "there is one band"
 
 
 class Counting(TorchDispatchMode):
@@ -79,9 +79,9 @@ def test_a_handful_of_operations(grid: Grid, most: int) -> None:
     waits for a device (which reading a number does)."""
     counts = []
     for shape in ((256, 256), (2048, 1024)):
-        maker, content, region, places = on(shape, grid)
+        transform, content, region, places = on(shape, grid)
         with Counting() as counting:
-            maker.make(content, region, places, 64 * MIB)
+            transform.derive(content, region, places, 64 * MIB)
         assert not {"_local_scalar_dense", "nonzero", "is_nonzero", "equal"} & set(counting.names)
         counts.append(len(counting.names))
     assert counts[0] == counts[1] <= most, counting.names
@@ -92,25 +92,25 @@ def test_a_handful_of_operations(grid: Grid, most: int) -> None:
 @pytest.mark.parametrize("grid", ["tensor", "channel", (128, 128)])
 def test_working_memory(grid: Grid, shape: tuple[int, int], step: int) -> None:
     """torch's own record of allocations: making takes no more than is said, and that is no exaggeration."""
-    maker, content, region, places = on(shape, grid)
-    maker.make(content, region, places, step)
+    transform, content, region, places = on(shape, grid)
+    transform.derive(content, region, places, step)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        maker.make(content, region, places, step)
+        transform.derive(content, region, places, step)
     live = most = 0
     for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
             live += event.nbytes()
             most = max(most, live)
-    assert 0.5 * maker.working_bytes(region, step) < most <= maker.working_bytes(region, step)
+    assert 0.5 * transform.working_bytes(region, step) < most <= transform.working_bytes(region, step)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 @pytest.mark.parametrize("grid", ["tensor", "channel", (128, 128)])
 def test_other_stored_types(grid: Grid, dtype: torch.dtype) -> None:
     """Codes come from the stored value in float32, whatever type it is stored in; the largest are at the end of E4M3's range."""
-    maker, content, region, places = on((300, 200), grid)
+    transform, content, region, places = on((300, 200), grid)
     content = content.to(dtype) * 1e-3
-    maker.make(content, region, places, MIB)
+    transform.derive(content, region, places, MIB)
     codes, scale = reference(content, grid if isinstance(grid, str) else "block")
     assert torch.equal(places[0][2].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(places[1][2], scale)
     assert places[0][2].float().abs().max() == 448
@@ -119,25 +119,25 @@ def test_other_stored_types(grid: Grid, dtype: torch.dtype) -> None:
 def test_scales_too_small_to_divide_by() -> None:
     """Values so small that 448th parts of them are nothing get a scale of 1, and are no NaN."""
     for grid in ("tensor", "channel", (128, 128)):
-        maker, _, region, places = on((128, 128), grid)  # type: ignore[arg-type]
+        transform, _, region, places = on((128, 128), grid)  # type: ignore[arg-type]
         content = torch.zeros(128, 128)
         content[::2] = 1e-45
-        maker.make(content, region, places, MIB)
+        transform.derive(content, region, places, MIB)
         assert (places[0][2].float() == 0).all() and (places[1][2] == 1).all()
 
 
-class Recording(MakingPlacement):
+class Recording(DerivingPlacement):
     """Notes the most that tensors on their way take."""
 
     most = 0
     made = 0
 
-    def _allocated(self, stage: Stage, dtype: torch.dtype, room: int) -> Any:
-        self.most = max(self.most, sum(g.content.nbytes for g in self._gathered.values()) + 2 * volume(stage.region))
-        return super()._allocated(stage, dtype, room)
+    def _allocated(self, derived: DerivedTensor, dtype: torch.dtype, room: int) -> Any:
+        self.most = max(self.most, sum(g.content.nbytes for g in self._gathered.values()) + 2 * volume(derived.region))
+        return super()._allocated(derived, dtype, room)
 
-    def _make(self, stage: Stage, gathered: Any) -> None:
-        super()._make(stage, gathered)
+    def _make(self, derived: DerivedTensor, gathered: Any) -> None:
+        super()._make(derived, gathered)
         self.made += 1
 
 
@@ -147,10 +147,10 @@ def limits_of(found: Prepared, load: LoadConfig) -> StagingLimits:
 
 def in_parts(found: Prepared, most_bytes: int) -> list[list[Delivery]]:
     """The parts of each delivery that something is made of."""
-    return [list(d.parts(most_bytes)) for d in found.plan.deliveries if d.targets[0].param in found.plan.stages]
+    return [list(d.parts(most_bytes)) for d in found.plan.deliveries if d.targets[0].param in found.plan.derived]
 
 
-def bring(sink: MakingPlacement, parts: Sequence[Delivery]) -> None:
+def bring(sink: DerivingPlacement, parts: Sequence[Delivery]) -> None:
     for part in parts:
         sink.place(part, torch.zeros([b - a for a, b in part.raw_box], dtype=torch.bfloat16))
 
@@ -167,26 +167,26 @@ def test_threads_wait_for_room(wide: Path) -> None:
     load = LoadConfig(device="cpu", quantization="inline-fp8-tensor")
     found = prepared(wide, load)
     parts = in_parts(found, MIB // 16)
-    room = max(2 * volume(stage.region) for stage in found.plan.stages.values())
+    room = max(2 * volume(derived.region) for derived in found.plan.derived.values())
     sink = Recording(allocate(found.model, found.plan, torch.device("cpu")), found.plan, room)
     bring(sink, parts[0][:1])
     others = [begin(bring, sink, own) for own in reversed(parts[1:])]
     for thread in others:
         thread.join(0.3)
     assert any(thread.is_alive() for thread in others), "nobody waited"
-    assert sink.made < len(found.plan.stages)
+    assert sink.made < len(found.plan.derived)
     bring(sink, parts[0][1:])
     for thread in others:
         thread.join(60)
         assert not thread.is_alive()
-    assert sink.made == len(found.plan.stages) and sink._held == 0 and 0 < sink.most <= room
+    assert sink.made == len(found.plan.derived) and sink._held == 0 and 0 < sink.most <= room
 
 
 def test_who_waits_leaves_when_the_load_is_given_up(wide: Path) -> None:
     """``stop`` ends every wait with an exception of its own."""
     found = prepared(wide, LoadConfig(device="cpu", quantization="inline-fp8-tensor"))
     parts = in_parts(found, MIB // 8)
-    sink = MakingPlacement(allocate(found.model, found.plan, torch.device("cpu")), found.plan, 1)
+    sink = DerivingPlacement(allocate(found.model, found.plan, torch.device("cpu")), found.plan, 1)
     bring(sink, parts[0][:1])
     caught: list[type[BaseException]] = []
 
@@ -204,18 +204,18 @@ def test_who_waits_leaves_when_the_load_is_given_up(wide: Path) -> None:
     assert caught == [Stopped]
 
 
-class Failing(MakingPlacement):
+class Failing(DerivingPlacement):
     """Fails at the second part of the first tensor, while others wait for its room."""
 
     parts = 0
 
-    def _gather(self, stage: Stage, part: Delivery, box: Box, content: torch.Tensor) -> None:
-        if self._places[stage.name] == 0:
+    def _gather(self, derived: DerivedTensor, part: Delivery, box: Box, content: torch.Tensor) -> None:
+        if self._positions[derived.name] == 0:
             self.parts += 1
             if self.parts == 2:
                 threading.Event().wait(0.5)
                 raise OSError("the disk has gone")
-        super()._gather(stage, part, box, content)
+        super()._gather(derived, part, box, content)
 
 
 def test_a_failing_reader_is_told_and_nobody_is_left(wide: Path) -> None:
@@ -243,7 +243,7 @@ class Releases(threading.Condition):
         super().notify_all()
 
 
-class Tracked(MakingPlacement):
+class Tracked(DerivingPlacement):
     """Knows the memory of all tensors on their way, as long as there is some."""
 
     def __init__(self, found: Prepared) -> None:
@@ -251,8 +251,8 @@ class Tracked(MakingPlacement):
         self.given: list[tuple[StorageWeakRef, int]] = []
         self._changed = Releases(self)
 
-    def _allocated(self, stage: Stage, dtype: torch.dtype, room: int) -> Any:
-        made = super()._allocated(stage, dtype, room)
+    def _allocated(self, derived: DerivedTensor, dtype: torch.dtype, room: int) -> Any:
+        made = super()._allocated(derived, dtype, room)
         self.given.append((StorageWeakRef(made.content.untyped_storage()), room))
         return made
 
@@ -263,7 +263,7 @@ def test_room_is_free_when_the_memory_is(wide: Path) -> None:
     sink = Tracked(found)
     for parts in in_parts(found, MIB // 8):
         bring(sink, parts)
-    assert isinstance(sink._changed, Releases) and sink._changed.told > len(sink.given) == len(found.plan.stages)
+    assert isinstance(sink._changed, Releases) and sink._changed.told > len(sink.given) == len(found.plan.derived)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -274,7 +274,7 @@ def test_own_reader_keeps_to_the_limit(grid: str, wide: Path) -> None:
     room = limits_of(found, load)
     sink = Recording(allocate(found.model, found.plan, torch.device("cpu")), found.plan, room.parts)
     ScratchTransport(str(wide), torch.device("cpu"), 4, MIB, 0).deliver(found.plan, sink, Quiet(), lambda: None)
-    assert sink.made == len(found.plan.stages) and sink._held == 0
+    assert sink.made == len(found.plan.derived) and sink._held == 0
     assert 0 < sink.most <= room.parts + room.single
     assert room.nbytes == budget_of(wide, load).derived
 
@@ -284,13 +284,13 @@ def test_room_of_a_sequence(wide: Path) -> None:
     plan = build_plan(wide, load=LoadConfig(device="cpu", quantization="inline-fp8-tensor"))
     step = step_bytes("cpu")
     parts = [list(d.parts(MIB)) for d in plan.deliveries]
-    working = max(stage.maker.working_bytes(stage.region, step) for stage in plan.stages.values())
-    largest = max(2 * volume(stage.region) for stage in plan.stages.values())
-    assert held_bytes([part for own in parts for part in own], plan.stages, step) == largest + working
+    working = max(derived.transform.working_bytes(derived.region, step) for derived in plan.derived.values())
+    largest = max(2 * volume(derived.region) for derived in plan.derived.values())
+    assert held_bytes([part for own in parts for part in own], plan.derived, step) == largest + working
     ends = [own[-1] for own in parts]
     begun = [part for own in parts for part in own[:-1]]
-    every = sum(2 * volume(stage.region) for stage, own in zip(plan.stages.values(), parts, strict=False) if len(own) > 1)
-    assert largest < every <= held_bytes([*begun, *ends], plan.stages, step)
+    every = sum(2 * volume(derived.region) for derived, own in zip(plan.derived.values(), parts, strict=False) if len(own) > 1)
+    assert largest < every <= held_bytes([*begun, *ends], plan.derived, step)
     assert staging_limits(plan, ReaderLimits(1, 1024 * MIB, 0, 1, step)).nbytes == largest + working
 
 
@@ -308,7 +308,7 @@ def test_tensors_that_cannot_be_divided(grid: str, wide: Path, tmp_path: Path) -
     room = limits_of(found, load)
     sink = Recording(allocate(found.model, found.plan, torch.device("cpu")), found.plan, room.parts)
     ScratchTransport(str(tmp_path), torch.device("cpu"), 4, MIB, 0).deliver(found.plan, sink, Quiet(), lambda: None)
-    assert sink.made == len(found.plan.stages) and sink.most <= room.parts + room.single
+    assert sink.made == len(found.plan.derived) and sink.most <= room.parts + room.single
     for place in (ParallelConfig(), ParallelConfig(tp_size=2, tp_rank=1)):
         loaded = load_model(tmp_path, parallel=place, load=load)
         assert check_codes(loaded, tensors, grid) == 7

@@ -13,7 +13,7 @@ from rtp_llm.errors import Problem, TransportError
 from rtp_llm.loader.budget import SelectedTransport, fall_back
 from rtp_llm.loader.budget.memory import PeakMeter
 from rtp_llm.loader.context import LoadContext
-from rtp_llm.loader.fill.derive import MakingPlacement
+from rtp_llm.loader.fill.derive import DerivingPlacement
 from rtp_llm.loader.fill.finish import finish
 from rtp_llm.loader.fill.placement import allocate
 from rtp_llm.loader.prepare import Prepared
@@ -73,7 +73,7 @@ def _deliver(context: LoadContext, prepared: Prepared, selected: SelectedTranspo
     # A load in chunks has one thread; the own reader has several.
     in_chunks = selected.decision.method != SCRATCH
     limit = None if in_chunks else staging_limits(prepared.plan, context.reader).parts
-    sink, progress = MakingPlacement(params, prepared.plan, limit), context.progress
+    sink, progress = DerivingPlacement(params, prepared.plan, limit), context.progress
     progress.start(prepared.plan.bytes_read)
     try:
         moved = selected.transport.deliver(prepared.plan, sink, progress, context.watch.check)

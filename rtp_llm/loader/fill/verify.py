@@ -57,14 +57,14 @@ def _places(
 ) -> Iterator[tuple[str, Box, torch.Tensor]]:
     """Every place that a delivery fills, and what belongs there: its content, or what is made of it."""
     for target in delivery.targets:
-        stage = plan.stages.get(target.param)
-        if stage is None:
+        derived = plan.derived.get(target.param)
+        if derived is None:
             yield target.param, target.box, content
             continue
-        memory = [torch.empty(extent(p.box), dtype=params[p.param].dtype) for p in stage.products]
-        places = [(p.output, p.box, m) for p, m in zip(stage.products, memory, strict=True)]
-        stage.maker.make(content.contiguous(), stage.region, places, step_bytes("cpu"))
-        for product, made in zip(stage.products, memory, strict=True):
+        memory = [torch.empty(extent(p.box), dtype=params[p.param].dtype) for p in derived.places]
+        places = [(p.output, p.box, m) for p, m in zip(derived.places, memory, strict=True)]
+        derived.transform.derive(content.contiguous(), derived.region, places, step_bytes("cpu"))
+        for product, made in zip(derived.places, memory, strict=True):
             yield product.param, product.local_box, made
 
 

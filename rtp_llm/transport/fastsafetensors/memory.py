@@ -62,10 +62,10 @@ def staging_bytes(order: Order, rank: int, depth: int) -> int:
     return resident_chunks([chunk.nbytes for source, chunk in order if source == rank], depth) + received_bytes(order, rank)
 
 
-def making_bytes(plan: LoadPlan, order: Order, step_bytes: int) -> int:
+def derived_bytes(plan: LoadPlan, order: Order, step_bytes: int) -> int:
     """Tensors that parameters are made of, from the first part to the last: with several ranks' files side by side, several."""
-    if not plan.stages:
+    if not plan.derived:
         return 0
     wanted = Wanted(plan)
     pieces = (piece for _, chunk in order for message in chunk.messages for piece in message.pieces)
-    return held_bytes((part for piece in pieces for part in wanted.of_piece(piece)), plan.stages, step_bytes)
+    return held_bytes((part for piece in pieces for part in wanted.of_piece(piece)), plan.derived, step_bytes)
