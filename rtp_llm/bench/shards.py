@@ -31,7 +31,7 @@ from rtp_llm.loader.fill.placement import Placement, allocate
 from rtp_llm.loader.prepare import prepare
 from rtp_llm.parallel.world import join_world
 from rtp_llm.plan.plan import Delivery
-from rtp_llm.transport.interface import Moved, Quiet
+from rtp_llm.transport.interface import NoProgress, TransferStats
 from rtp_llm.transport.scratch.blocks import extent_of
 
 KINDS = ("column", "row")
@@ -85,7 +85,7 @@ def one_rank(checkpoint: str, parallel: ParallelConfig, device: torch.device, tu
                 sink = _Sink(allocate(prepared.model, prepared.plan, device))
                 watch.exchange(b"ready")
                 start = time.perf_counter()
-                moved: Moved = scratch(context, prepared).deliver(plan, sink, Quiet(), watch.check)
+                moved: TransferStats = scratch(context, prepared).deliver(plan, sink, NoProgress(), watch.check)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 seconds = time.perf_counter() - start

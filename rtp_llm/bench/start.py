@@ -23,7 +23,7 @@ from rtp_llm.loader.device import resolve_device
 from rtp_llm.loader.fill.placement import allocate
 from rtp_llm.loader.prepare import prepare
 from rtp_llm.models.registry import resolve
-from rtp_llm.transport.interface import Moved
+from rtp_llm.transport.interface import TransferStats
 
 
 def run(checkpoint: str, device: torch.device, load: LoadConfig) -> dict[str, float]:
@@ -39,9 +39,9 @@ def run(checkpoint: str, device: torch.device, load: LoadConfig) -> dict[str, fl
     prepared = prepare(context)
     found["plan"] = time.perf_counter() - start
     start = time.perf_counter()
-    with reader_pool(context) as team:
-        if team is not None:
-            team.work(lambda staging: Moved(0, 0, 0, 0))
+    with reader_pool(context) as pool:
+        if pool is not None:
+            pool.work(lambda staging: TransferStats(0, 0, 0, 0))
     found["team"] = time.perf_counter() - start
     start = time.perf_counter()
     allocate(prepared.model, prepared.plan, device)

@@ -19,7 +19,7 @@ from rtp_llm.loader.device import resolve_device
 from rtp_llm.parallel.watch import Watch
 from rtp_llm.parallel.world import World, join_world
 from rtp_llm.plan.budget import ReaderLimits
-from rtp_llm.transport.interface import Progress, Quiet
+from rtp_llm.transport.interface import NoProgress, Progress
 
 #: Reader threads beyond this only wait for the interpreter's lock: on an H200 with 16 cores, 12 threads move 46 GB/s of
 #: cached files, 16 threads 41 and 8 threads 40.
@@ -89,7 +89,7 @@ def open_context(
         if target.type == "cuda":
             torch.cuda.set_device(target)  # NCCL takes the current device
         place, reader = place_of(world, parallel), reader_limits(settings, target.type)
-        yield LoadContext(os.fspath(path), settings, place, target, reader, world, watch, progress or Quiet(), clock)
+        yield LoadContext(os.fspath(path), settings, place, target, reader, world, watch, progress or NoProgress(), clock)
 
 
 def planning_context(
@@ -106,7 +106,7 @@ def planning_context(
     if device is None:
         device = torch.device("cpu" if settings.device == "cpu" or not torch.cuda.is_available() else "cuda")
     world, reader = World(timeout_s=settings.timeout_s), reader_limits(settings, device.type)
-    return LoadContext(os.fspath(path), settings, parallel or ParallelConfig(), device, reader, world, world.watch(), Quiet())
+    return LoadContext(os.fspath(path), settings, parallel or ParallelConfig(), device, reader, world, world.watch(), NoProgress())
 
 
 def reader_limits(settings: LoadConfig, device_type: str) -> ReaderLimits:

@@ -25,8 +25,8 @@ from rtp_llm.loader.report import LoadReport
 from rtp_llm.models.family import Family
 from rtp_llm.parallel.world import World
 from rtp_llm.plan.plan import LoadPlan
-from rtp_llm.transport.interface import Moved, Progress
-from rtp_llm.transport.scratch.team import Team
+from rtp_llm.transport.interface import Progress, TransferStats
+from rtp_llm.transport.scratch.pool import ReaderPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def load_model(
             return _load(context, size, pool)
 
 
-def _load(context: LoadContext, cache: CacheSize | None, pool: Team[Moved] | None) -> LoadedModel:
+def _load(context: LoadContext, cache: CacheSize | None, pool: ReaderPool[TransferStats] | None) -> LoadedModel:
     clock, watch = context.clock, context.watch
     with clock.phase("plan"):
         prepared = prepare(context)

@@ -1,4 +1,4 @@
-"""Everything that can go wrong while bytes move."""
+"""Faults of transports."""
 
 from __future__ import annotations
 

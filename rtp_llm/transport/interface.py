@@ -1,4 +1,4 @@
-"""What every transport is, and what it hands bytes to."""
+"""The interfaces of a transport and of the sink that takes its bytes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """``memory[at : at + nbytes]``.  Numbers, not a tensor: cutting a tensor out of another one takes a reader, and all that wait
-    for the interpreter's lock, longer than a small tensor is on the link."""
+    """``memory[at : at + nbytes]``.  Numbers, not a tensor: slicing a tensor holds the interpreter's lock for longer than a small
+    tensor takes on the link."""
 
     memory: Memory
     at: int
@@ -36,15 +36,15 @@ class Place:
 
 
 class Sink(Protocol):
-    """Where bytes go.  Called from several threads, for disjoint places; it alone says where parameters are written."""
+    """Takes bytes and writes parameters; nothing else decides where.  Called from several threads, for disjoint places."""
 
     def direct(self, part: Delivery) -> Place | None:
-        """Where the bytes of ``part`` belong end to end as they stand in the file; None where they have to go through :meth:`place`.
+        """The place that takes the bytes of ``part`` as they stand in the file, end to end; None where :meth:`place` must convert.
 
-        Whoever takes it writes all of it."""
+        The caller writes all of it."""
 
     def place(self, part: Delivery, content: torch.Tensor) -> None:
-        """Puts ``content``, the raw tensor's ``part.raw_box`` in its stored dtype, into all of the part's targets.
+        """Writes ``content``, the raw tensor's ``part.raw_box`` in its stored dtype, to all of the part's targets.
 
         ``content`` is valid only until the work queued on the current stream is done (on the CPU: during the call).
         """
@@ -52,11 +52,11 @@ class Sink(Protocol):
     def place_all(self, items: Sequence[tuple[Delivery, torch.Tensor]]) -> None:
         """:meth:`place` for several parts at once; contents may lie on the device already.
 
-        Parts of a tensor that is gathered first may have to wait for room, until those before them in the plan have been placed.
+        Blocks while a derived tensor has no room, until parts before it in the plan are placed.
         """
 
     def stop(self) -> None:
-        """Nothing more will come, because of an error: whoever waits within the sink leaves it with an exception."""
+        """An error ended the transfer: threads that wait in the sink raise."""
 
 
 class Progress(Protocol):
@@ -69,7 +69,7 @@ class Progress(Protocol):
     def stop(self) -> None: ...
 
 
-class Quiet:
+class NoProgress:
     """No progress."""
 
     def start(self, total_bytes: int) -> None: ...
@@ -80,11 +80,10 @@ class Quiet:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """What a transport did: bytes read from storage, bytes copied once more on the host or the device before they were
-    in place, weights that took a slow path (each transport says which that is), and bytes of the plan that were placed,
-    which must be ``plan.bytes_read``: a transport that reads more than the plan asks for, or reads for other ranks too,
-    still places just the plan."""
+class TransferStats:
+    """What a transport did, in bytes.  ``bytes_read``: from storage, other ranks' and gaps included.  ``bytes_copied``: copied
+    once more on the host or the device.  ``slow_path``: number of weights that took the transport's slow path.
+    ``bytes_placed``: of the plan; must be ``plan.bytes_read``."""
 
     bytes_read: int
     bytes_copied: int
@@ -93,16 +92,16 @@ class Moved:
 
 
 class Transport(Protocol):
-    """Moves what a plan says, and decides nothing about it."""
+    """Carries out a plan, and decides nothing about it."""
 
     @property
     def name(self) -> str:
         """As it stands in reports: ``scratch``, ``fastsafetensors``."""
 
-    def deliver(self, plan: LoadPlan, sink: Sink, progress: Progress, check: Callable[[], None]) -> Moved:
-        """Hands every delivery of ``plan``, whole or in parts, to ``sink`` exactly once.
+    def deliver(self, plan: LoadPlan, sink: Sink, progress: Progress, check: Callable[[], None]) -> TransferStats:
+        """Delivers everything in ``plan``, whole or in parts, to ``sink`` exactly once.
 
-        ``check`` is called between parts and raises what ends the load (another rank's error).
+        ``check`` is called between parts and raises another rank's error.
 
         Raises:
             TransportError: I/O errors, and files that are not what the catalogue saw.

@@ -1,4 +1,4 @@
-"""What the operating system knows of files before they are read: their file system, and how much of them is cached."""
+"""The file system of a path, and how much of a file is in the page cache."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-#: File systems that lie across a network, or in another process: reads through a memory map can end in SIGBUS there.
+#: File systems over a network, or in another process: reads through a memory map can end in SIGBUS there.
 NETWORK = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p", "virtiofs", "afs", "fuse", "hf3fs"}
 )
 
-#: Bytes of a file looked at in one mincore() call: the answer takes a byte for each page, 64 KiB for 256 MiB.
+#: Bytes of a file in one mincore() call: its answer takes a byte for each page, 64 KiB for 256 MiB.
 _WINDOW = 256 << 20
 
-#: An estimate looks at 8 MiB of a file: files are read in order, so that what is cached lies together.
+#: An estimate samples 8 MiB of a file: files are read in order, so cached pages lie together.
 _SAMPLES = 8
 _SAMPLE_BYTES = 1 << 20
 
@@ -28,7 +28,7 @@ _LOWEST_BIT = bytes(byte & 1 for byte in range(256))
 
 @dataclass(frozen=True, slots=True)
 class FileSystem:
-    """Where a path lies: the mount point, the kernel's name of the file system, and whether it is a network's."""
+    """``kind``: the kernel's name of the file system.  ``network``: whether it is in :data:`NETWORK`."""
 
     mount_point: str
     kind: str
@@ -44,7 +44,7 @@ def file_system(path: Path) -> FileSystem | None:
         left, _, right = line.partition(" - ")
         mount_point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m.group(1), 8)), left.split(" ")[4])
         inside = real == mount_point or real.startswith(mount_point.rstrip("/") + "/")
-        # Of equally long ones the last is on top.
+        # Of equal mount points the last one is on top.
         if inside and (best is None or len(mount_point) >= len(best.mount_point)):
             kind = right.split(" ")[0]
             best = FileSystem(mount_point, kind, any(part in NETWORK for part in kind.split(".")))
@@ -59,13 +59,12 @@ def _read(path: str) -> str:
 
 
 def cached_bytes(path: Path) -> int | None:
-    """How much of a file is in the page cache, by mincore(2), without touching it; None where that cannot be had."""
+    """Bytes of a file in the page cache, by mincore(2), without touching it; None where the call is missing or fails."""
     return _looked_at(path, lambda length: [(start, min(_WINDOW, length - start)) for start in range(0, length, _WINDOW)])
 
 
 def estimated_cached_bytes(path: Path) -> int | None:
-    """The same from a few samples spread over the file: looking at every page of 16 GB takes a tenth of a second, as long as
-    a quarter of the load."""
+    """The same from a few samples across the file: all pages of 16 GB take a tenth of a second, a quarter of the load."""
 
     def samples(length: int) -> list[tuple[int, int]]:
         if length <= _SAMPLES * _SAMPLE_BYTES:
@@ -77,7 +76,7 @@ def estimated_cached_bytes(path: Path) -> int | None:
 
 
 def _looked_at(path: Path, windows_of: Callable[[int], list[tuple[int, int]]]) -> int | None:
-    """The bytes of a file that are cached, judged by windows (start, length) of it; the share of the rest is taken as theirs."""
+    """The cached bytes of a file, estimated from windows (start, length) of it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "mincore"):
         return None

@@ -15,14 +15,13 @@ SCRATCH, FASTSAFETENSORS = "scratch", "fastsafetensors"
 class Facts:
     """What is known of a load before a byte of weights is read, the same on every rank.
 
-    ``bytes_cold`` and ``bytes_warm`` divide the checkpoint's data by whether it is in the page cache of the host that has
-    least of it; ``bytes_ranks`` is what all ranks fetch if each reads for itself, whole rows even where it needs a few columns,
-    since that is what reading ahead makes of it.  These three are 0 where nothing depends on them (:func:`compares`).
-    ``strangers``: files hold tensors that the index does not name, under names that it may name elsewhere.
+    ``bytes_warm``: the checkpoint's bytes in the page cache of the host that has least of it; ``bytes_cold``: the others.
+    ``bytes_ranks``: fetched by all ranks if each reads for itself, in whole rows, because of read-ahead.  These three are 0 where
+    nothing depends on them (:func:`compares`).  ``unindexed``: files hold tensors that the index does not list.
     """
 
     all_safetensors: bool
-    strangers: bool
+    unindexed: bool
     device_type: str
     ranks: int
     hosts: int
@@ -36,7 +35,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """``level`` is that of the one log record; ``degraded_reason`` is None unless this is a fall-back."""
+    """``level``: of its log record.  ``degraded_reason``: None unless this is a fall-back."""
 
     method: str
     requested: str
@@ -58,7 +57,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes a second that a way of reading reaches: from storage, and from the page cache."""
+    """Bytes a second from storage, and from the page cache."""
 
     cold: float
     warm: float
@@ -75,13 +74,12 @@ _BROADCAST = 150e9
 
 
 def compares(load_method: str, ranks: int) -> bool:
-    """Whether estimates may decide, so that somebody has to find out what is cached and how much all ranks read."""
+    """Whether estimates may decide: then the page cache and the bytes of all ranks have to be found out."""
     return load_method == "auto" and ranks > 1
 
 
 def decided(load_method: str, stacked_moe_mode: StackedMode, facts: Facts, absent: str = "") -> Decision | None:
-    """The decision, if it does not depend on what the package can do; importing a package to find that out takes longer than
-    everything else here.
+    """The decision, if it does not depend on the package's capabilities; importing it takes longer than everything else here.
 
     Args:
         absent: why there is no package on some rank; empty where all have one.
@@ -104,7 +102,7 @@ def decide(
     Args:
         load_method: ``auto`` or ``fastsafetensors``.
         stacked_moe_mode: as asked for; kept in the decision.
-        facts, capabilities: of all ranks together: what the least able of them has.
+        facts, capabilities: of all ranks together; capabilities of the least able one.
         shortage: why fastsafetensors does not fit into memory, if it does not.
     """
     early = decided(load_method, stacked_moe_mode, facts, capabilities.reason if capabilities.tier is Tier.ABSENT else "")
@@ -118,12 +116,12 @@ def decide(
 
 
 def asked_for(stacked_moe_mode: StackedMode) -> Decision:
-    """The own reader was asked for, which nothing overrules."""
+    """The settings name the own reader, which nothing overrules."""
     return _scratch(SCRATCH, stacked_moe_mode, "it was asked for")
 
 
 def _scratch(load_method: str, stacked_moe_mode: StackedMode, reason: str, falls_back: int | None = None) -> Decision:
-    """The own reader; ``falls_back`` is the level of the record where this is not what was wanted."""
+    """The own reader; ``falls_back``: the log level, where this is a fall-back."""
     degraded = None if falls_back is None else reason
     return Decision(SCRATCH, load_method, stacked_moe_mode, falls_back or logging.INFO, degraded, (reason,))
 
@@ -141,13 +139,13 @@ def _tier(facts: Facts, capabilities: Capabilities) -> str:
         return capabilities.reason
     if capabilities.tier < Tier.BOUNDED and facts.ranks > 1:
         return f"the installed wheel delivers whole files to one rank only: {capabilities.reason}"
-    if capabilities.tier < Tier.BOUNDED and facts.strangers:
+    if capabilities.tier < Tier.BOUNDED and facts.unindexed:
         return "tensor names are not unique: files hold tensors that the index does not name, and the installed wheel yields them too"
     return ""
 
 
 def _cheaper(facts: Facts) -> tuple[str, str]:
-    """The cheaper of two ways that both work: each rank reads its part, or each file is read once and passed on."""
+    """The cheaper transport: each rank reads its part, or each file is read once and broadcast."""
     if facts.gpudirect:
         return FASTSAFETENSORS, "storage can be read straight into the device"
     if facts.ranks == 1:
@@ -164,10 +162,10 @@ def _cheaper(facts: Facts) -> tuple[str, str]:
 
 
 def _seconds(facts: Facts, method: str, times: float) -> float:
-    """Seconds to read the checkpoint, if what is fetched is ``times`` its size.
+    """Seconds to read the checkpoint, if all ranks together fetch ``times`` its size.
 
-    Local: what one rank has read from its host's disk the others find in the page cache, from which each copies no more
-    than it needs.  Network: ranks read at the same time, from the same servers, and each is served for itself.
+    Local: one rank reads from the disk, the others from the page cache, and each copies only its part.  Network: the servers
+    serve each rank separately, at the same time.
     """
     rates = _LOCAL[method]
     cold = facts.bytes_cold * times / _NETWORK_COLD if facts.network else facts.bytes_cold / rates.cold
@@ -175,7 +173,7 @@ def _seconds(facts: Facts, method: str, times: float) -> float:
 
 
 def _ways(facts: Facts, capabilities: Capabilities) -> tuple[str, ...]:
-    """How it is done, for the report."""
+    """How fastsafetensors reads, for the report."""
     if capabilities.tier >= Tier.BOUNDED:
         each = "each file is read once and broadcast" if facts.ranks > 1 else "only what the rank needs is read, in chunks"
         return (each, "experts are split and filtered here")

@@ -13,7 +13,7 @@ import torch
 
 from rtp_llm import LoadConfig, load_model
 from rtp_llm.errors import CheckpointError
-from rtp_llm.transport.scratch import team
+from rtp_llm.transport.scratch import pool
 from rtp_llm.transport.scratch.staging import Pinned, Staging
 from tests.loader.faults import HARMS, LOCKED, Noted, assert_nothing_left, in_a_process
 
@@ -39,7 +39,7 @@ def test_the_next_load_is_whole(found: dict[str, dict[str, Any]]) -> None:
 
 def test_buffers_of_a_load_that_cannot_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are made while others plan: when that fails they are given back."""
-    monkeypatch.setattr(team, "Pinned", Noted)
+    monkeypatch.setattr(pool, "Pinned", Noted)
     with pytest.raises(CheckpointError):
         load_model(tmp_path, load=LoadConfig(device="cuda"))
     assert LOCKED == []

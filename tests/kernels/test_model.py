@@ -19,7 +19,7 @@ from rtp_llm.kernels.interface import KernelUser, kernel_needs
 from rtp_llm.kernels.needs import GateNeed, NormNeed
 from rtp_llm.kernels.torch_kernels import TORCH, RotaryTables, TorchKernels
 from rtp_llm.loader import load_model
-from rtp_llm.transport.interface import Quiet
+from rtp_llm.transport.interface import NoProgress
 from tests.support.plans import prepared
 from tests.support.ranks import run_ranks
 from tests.support.tiny import save_tiny_llama
@@ -104,7 +104,7 @@ def test_every_module_is_bound_and_others_stay(llama: Path) -> None:
     assert all(m.kernels is TORCH for m in second.modules() if isinstance(m, KernelUser))
 
 
-class Never(Quiet):
+class Never(NoProgress):
     """Fails where bytes begin to move."""
 
     def start(self, total_bytes: int) -> None:

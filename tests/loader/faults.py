@@ -26,7 +26,7 @@ from rtp_llm import LoadConfig, load_model
 from rtp_llm.bench.synthetic import llama, write_checkpoint
 from rtp_llm.errors import RtpLlmError
 from rtp_llm.loader.fill import fill as filling
-from rtp_llm.transport.scratch import team
+from rtp_llm.transport.scratch import pool
 from rtp_llm.transport.scratch.staging import Pinned
 from tests.support.paths import child_env
 
@@ -149,7 +149,7 @@ def tried(directory: Path, device: str) -> dict[str, Any]:
 
 
 def main(directory: Path, device: str) -> dict[str, dict[str, Any]]:
-    team.Pinned = Noted  # type: ignore[misc]
+    pool.Pinned = Noted  # type: ignore[misc]
     file = next(directory.glob("*.safetensors"))
     whole = file.read_bytes()
     harms = {

@@ -1,4 +1,4 @@
-"""Bytes find their places by every road of the reader: right into memory, staged for a device, cast, in parts, in blocks and bundles."""
+"""Bytes find their places by every road of the reader: right into memory, staged for a device, cast, in parts, in blocks and batches."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torch import nn
 
 from rtp_llm.checkpoint import read_catalog
 from rtp_llm.loader.fill.placement import Placement
+from rtp_llm.plan.budget import ReaderLimits
 from rtp_llm.plan.pieces import ParamSpec, Piece
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.plan.rules import Mapping, Rule
-from rtp_llm.transport.interface import Memory, Place, Quiet
+from rtp_llm.transport.interface import Memory, NoProgress, Place
 from rtp_llm.transport.scratch.reader import ScratchTransport
 from tests.support.plans import joined
 
@@ -120,8 +121,8 @@ def test_every_road_ends_where_it_should(
     with TemporaryDirectory() as folder:
         plan, wanted = planned(Path(folder), stacks, order)
         params = {s.name: nn.Parameter(torch.zeros(s.shape, dtype=getattr(torch, s.dtype)), requires_grad=False) for s in plan.model.params}
-        reader = ScratchTransport(folder, torch.device("cpu"), 2, buffer_bytes, most_gap)
-        moved = reader.deliver(plan, sink(params), Quiet(), lambda: None)
+        reader = ScratchTransport(folder, torch.device("cpu"), ReaderLimits(2, buffer_bytes, most_gap, 1, 1 << 20))
+        moved = reader.deliver(plan, sink(params), NoProgress(), lambda: None)
     assert moved.bytes_placed == plan.bytes_read
     for name, tensor in wanted.items():
         assert torch.equal(params[name].view(torch.uint8), tensor.view(torch.uint8)), name

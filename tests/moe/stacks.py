@@ -18,10 +18,11 @@ from rtp_llm.layers.router import Routing
 from rtp_llm.loader.fill.placement import Placement, allocate
 from rtp_llm.parallel.experts import Ownership, PhysicalToLogical
 from rtp_llm.parallel.groups import groups_at
+from rtp_llm.plan.budget import ReaderLimits
 from rtp_llm.plan.experts import ExpertNames, expert_rules
 from rtp_llm.plan.plan import LoadPlan
 from rtp_llm.plan.rules import Mapping, Rule
-from rtp_llm.transport.interface import Quiet
+from rtp_llm.transport.interface import NoProgress
 from rtp_llm.transport.scratch.reader import ScratchTransport
 from tests.support.plans import joined
 
@@ -112,4 +113,6 @@ def planned(
 def loaded(folder: Path, model: nn.ModuleList, plan: LoadPlan) -> None:
     """Carries the plan out, with buffers so small that tensors arrive in parts."""
     params = allocate(model, plan, torch.device("cpu"))
-    ScratchTransport(str(folder), torch.device("cpu"), 2, 256, 1 << 17).deliver(plan, Placement(params), Quiet(), lambda: None)
+    ScratchTransport(str(folder), torch.device("cpu"), ReaderLimits(2, 256, 1 << 17, 1, 1 << 20)).deliver(
+        plan, Placement(params), NoProgress(), lambda: None
+    )

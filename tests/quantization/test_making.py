@@ -24,7 +24,7 @@ from rtp_llm.plan.budget import ReaderLimits, StagingLimits, held_bytes, staging
 from rtp_llm.plan.derived import DerivedTensor
 from rtp_llm.plan.plan import Delivery
 from rtp_llm.quantization.scaled import Grid
-from rtp_llm.transport.interface import Quiet
+from rtp_llm.transport.interface import NoProgress
 from rtp_llm.transport.scratch.reader import ScratchTransport
 from tests.quantization.grids import on
 from tests.quantization.test_inline import GRIDS, check_codes, reference
@@ -223,10 +223,10 @@ def test_a_failing_reader_is_told_and_nobody_is_left(wide: Path) -> None:
     load = LoadConfig(device="cpu", quantization="inline-fp8-tensor")
     found = prepared(wide, load)
     sink = Failing(allocate(found.model, found.plan, torch.device("cpu")), found.plan, 1)
-    transport = ScratchTransport(str(wide), torch.device("cpu"), 4, MIB, 0)
+    transport = ScratchTransport(str(wide), torch.device("cpu"), ReaderLimits(4, MIB, 0, 1, 1 << 20))
     before = threading.active_count()
     with pytest.raises(OSError, match="the disk has gone"):
-        transport.deliver(found.plan, sink, Quiet(), lambda: None)
+        transport.deliver(found.plan, sink, NoProgress(), lambda: None)
     assert threading.active_count() == before
 
 
@@ -273,7 +273,9 @@ def test_own_reader_keeps_to_the_limit(grid: str, wide: Path) -> None:
     found = prepared(wide, load)
     room = limits_of(found, load)
     sink = Recording(allocate(found.model, found.plan, torch.device("cpu")), found.plan, room.parts)
-    ScratchTransport(str(wide), torch.device("cpu"), 4, MIB, 0).deliver(found.plan, sink, Quiet(), lambda: None)
+    ScratchTransport(str(wide), torch.device("cpu"), ReaderLimits(4, MIB, 0, 1, 1 << 20)).deliver(
+        found.plan, sink, NoProgress(), lambda: None
+    )
     assert sink.made == len(found.plan.derived) and sink._held == 0
     assert 0 < sink.most <= room.parts + room.single
     assert room.nbytes == budget_of(wide, load).derived
@@ -307,7 +309,9 @@ def test_tensors_that_cannot_be_divided(grid: str, wide: Path, tmp_path: Path) -
     assert any(not d.divisible and d.nbytes > MIB for d in found.plan.deliveries)
     room = limits_of(found, load)
     sink = Recording(allocate(found.model, found.plan, torch.device("cpu")), found.plan, room.parts)
-    ScratchTransport(str(tmp_path), torch.device("cpu"), 4, MIB, 0).deliver(found.plan, sink, Quiet(), lambda: None)
+    ScratchTransport(str(tmp_path), torch.device("cpu"), ReaderLimits(4, MIB, 0, 1, 1 << 20)).deliver(
+        found.plan, sink, NoProgress(), lambda: None
+    )
     assert sink.made == len(found.plan.derived) and sink.most <= room.parts + room.single
     for place in (ParallelConfig(), ParallelConfig(tp_size=2, tp_rank=1)):
         loaded = load_model(tmp_path, parallel=place, load=load)

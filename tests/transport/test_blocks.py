@@ -17,9 +17,9 @@ from rtp_llm.plan.boxes import Box, view
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.transport.interface import Memory, Place
 from rtp_llm.transport.scratch import reader
-from rtp_llm.transport.scratch.blocks import MAX_BUNDLE, MAX_RUNS, Block, Bundle, Comb, Stretch, Work, spans_of, work_of
+from rtp_llm.transport.scratch.blocks import MAX_BATCH, MAX_RUNS, Block, ContiguousRead, ReadBatch, StridedRead, Work, spans_of, work_of
 from rtp_llm.transport.scratch.files import Files
-from rtp_llm.transport.scratch.spread import spread
+from rtp_llm.transport.scratch.scatter import scatter
 from rtp_llm.transport.scratch.staging import Staging
 from tests.transport.test_scratch import Collect, deliver, plan_for
 
@@ -125,7 +125,7 @@ def staged(piece: Work) -> int:
     """Bytes of a staging buffer that a piece of work needs."""
     if isinstance(piece, Block):
         return piece.staged
-    return sum(spans_of(part.nbytes for part in piece.pieces)[-1]) if isinstance(piece, Bundle) else piece.nbytes
+    return sum(spans_of(part.nbytes for part in piece.pieces)[-1]) if isinstance(piece, ReadBatch) else piece.nbytes
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -140,8 +140,8 @@ def test_work_fits_the_staging_buffer(tmp_path: Path, direct: bool, most: int, g
     found = list(work_of(plan, Collect(plan, direct).direct, most, gap))
     assert all(staged(piece) <= most for piece in found)
     assert sum(piece.nbytes for piece in found) == plan.bytes_read
-    kinds = {type(piece) for work in found for piece in (work.pieces if isinstance(work, Bundle) else (work,))}
-    assert Block in kinds and (Comb in kinds) == (direct and gap > 0)
+    kinds = {type(piece) for work in found for piece in (work.pieces if isinstance(work, ReadBatch) else (work,))}
+    assert Block in kinds and (StridedRead in kinds) == (direct and gap > 0)
 
 
 class Counted(TorchDispatchMode):
@@ -154,7 +154,7 @@ class Counted(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_parts_are_spread_by_few_calls() -> None:
+def test_parts_are_scattered_by_few_calls() -> None:
     """Parts for two parameters, in any order, with and without gaps: each to its place and nothing beside it, by one call for each
     parameter and one for all: what a call of torch costs is its turn at the interpreter's lock."""
     a, b = torch.zeros(100, dtype=torch.uint8), torch.zeros(6, 8, dtype=torch.bfloat16)
@@ -164,10 +164,10 @@ def test_parts_are_spread_by_few_calls() -> None:
         parts.append((Place(memories[memory], at, nbytes), torch.full((nbytes,), index + 1, dtype=torch.uint8)))
         wanted[memory][at : at + nbytes] = bytes([index + 1] * nbytes)
     with Counted() as counted:
-        spread(parts)
+        scatter(parts)
     assert bytes(a.numpy()) == wanted[0] and bytes(b.view(torch.uint8).numpy().reshape(-1)) == wanted[1]
     assert counted.calls == 3
-    spread([])
+    scatter([])
 
 
 class Device(Collect):
@@ -188,21 +188,21 @@ class Device(Collect):
         raise AssertionError("all of it has a place")
 
 
-def test_a_block_is_spread_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small neighbours for a device: none goes through the sink, and all of a block by one call of :func:`spread`."""
+def test_a_block_is_scattered_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small neighbours for a device: none goes through the sink, and all of a block by one call of :func:`scatter`."""
     tensors = {f"t{i:03}": torch.randn(1 + i % 9, 3) for i in range(400)}
     save_file(tensors, tmp_path / "model.safetensors")
     plan = plan_for(tmp_path, whole(tensors))
-    spreads: list[int] = []
+    calls: list[int] = []
 
     def counted(parts: Sequence[tuple[Place, torch.Tensor]]) -> None:
-        spreads.append(len(parts))
-        spread(parts)
+        calls.append(len(parts))
+        scatter(parts)
 
-    monkeypatch.setattr(reader, "spread", counted)
+    monkeypatch.setattr(reader, "scatter", counted)
     sink = Device(plan, direct=True)
     deliver(plan, tmp_path, sink, MIB, threads=1)
-    assert spreads == [400]
+    assert calls == [400]
     assert all(torch.equal(sink.memory[name], tensor) for name, tensor in tensors.items())
 
 
@@ -228,10 +228,10 @@ def test_small_pieces_far_apart_share_a_buffer(tmp_path: Path, monkeypatch: pyte
     plan = plan_for(tmp_path, boxes)
     sink = sink_of(plan, direct=True)
     work = list(work_of(plan, sink.direct, MIB // 32, MIB))
-    bundles = [piece for piece in work if isinstance(piece, Bundle)]
-    assert [len(bundle.pieces) for bundle in bundles] == [MAX_BUNDLE, 50 - MAX_BUNDLE] * 2
-    assert all(len({piece.file for piece in bundle.pieces}) == 1 for bundle in bundles)
-    assert [piece.nbytes for piece in work if isinstance(piece, Stretch)] == [64 * 128 * 4] * 100
+    batches = [piece for piece in work if isinstance(piece, ReadBatch)]
+    assert [len(batch.pieces) for batch in batches] == [MAX_BATCH, 50 - MAX_BATCH] * 2
+    assert all(len({piece.file for piece in batch.pieces}) == 1 for batch in batches)
+    assert [piece.nbytes for piece in work if isinstance(piece, ContiguousRead)] == [64 * 128 * 4] * 100
     taken: list[int] = []
     take = Staging.take
     monkeypatch.setattr(Staging, "take", lambda self, nbytes: taken.append(nbytes) or take(self, nbytes))

@@ -16,12 +16,12 @@ from rtp_llm.checkpoint import read_catalog
 from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.errors import TransportError
 from rtp_llm.plan.boxes import Box, view
-from rtp_llm.plan.budget import transient_bytes
+from rtp_llm.plan.budget import ReaderLimits, transient_bytes
 from rtp_llm.plan.ops import Deinterleave, Op, Transpose
 from rtp_llm.plan.pieces import ParamSpec, Piece
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.plan.rules import Mapping, Rule
-from rtp_llm.transport.interface import Memory, Moved, Place, Quiet
+from rtp_llm.transport.interface import Memory, NoProgress, Place, TransferStats
 from rtp_llm.transport.scratch.files import Files
 from rtp_llm.transport.scratch.reader import ScratchTransport
 from tests.support.plans import joined
@@ -79,8 +79,10 @@ def deliver(
     threads: int = 3,
     check: Callable[[], None] = lambda: None,
     most_gap: int = 1 << 17,
-) -> Moved:
-    return ScratchTransport(str(directory), torch.device("cpu"), threads, buffer_bytes, most_gap).deliver(plan, sink, Quiet(), check)
+) -> TransferStats:
+    return ScratchTransport(str(directory), torch.device("cpu"), ReaderLimits(threads, buffer_bytes, most_gap, 1, 1 << 20)).deliver(
+        plan, sink, NoProgress(), check
+    )
 
 
 @pytest.mark.parametrize("direct", [True, False])

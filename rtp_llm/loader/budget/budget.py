@@ -14,8 +14,7 @@ from rtp_llm.plan.budget import Budget, staging_limits, transient_bytes
 from rtp_llm.quantization.kernels import product_bytes
 from rtp_llm.quantization.scaled import Scaled
 from rtp_llm.transport.fastsafetensors.config import EffectiveConfig, effective
-from rtp_llm.transport.fastsafetensors.memory import Order, derived_bytes, order_of
-from rtp_llm.transport.fastsafetensors.memory import staging_bytes as chunk_bytes
+from rtp_llm.transport.fastsafetensors.memory import Order, chunk_staging_bytes, derived_bytes, order_of
 from rtp_llm.transport.policy import FASTSAFETENSORS, SCRATCH
 from rtp_llm.transport.scratch.staging import staging_bytes
 
@@ -41,7 +40,7 @@ def chunked_budget(context: LoadContext, prepared: Prepared, order: Order, rank:
     return Budget(
         FASTSAFETENSORS,
         plan.bytes_resident,
-        chunk_bytes(order, rank, config.depth),
+        chunk_staging_bytes(order, rank, config.depth),
         derived_bytes(plan, order, context.reader.step_bytes),
         max(transient_bytes(plan.deliveries), _finish_bytes(prepared.model, context.device.type)),
     )

@@ -53,7 +53,7 @@ def find_facts(context: LoadContext, prepared: Prepared, config: EffectiveConfig
         fetched = sum(piece.stop - piece.start for piece in pieces) if network else plan.bytes_read
     return Facts(
         all_safetensors=all(f.format == "safetensors" for f in plan.catalog.files),
-        strangers=any(note.fault is CheckpointFault.OUTSIDE_INDEX for note in plan.catalog.notes),
+        unindexed=any(note.fault is CheckpointFault.OUTSIDE_INDEX for note in plan.catalog.notes),
         device_type=context.device.type,
         ranks=context.world.size,
         hosts=1,

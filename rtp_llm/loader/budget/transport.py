@@ -16,15 +16,15 @@ from rtp_llm.loader.budget.preflight import preflight, shortages
 from rtp_llm.loader.context import LoadContext
 from rtp_llm.loader.prepare import Prepared
 from rtp_llm.plan.budget import Budget
-from rtp_llm.transport.fastsafetensors.config import EffectiveConfig, effective
+from rtp_llm.transport.fastsafetensors.config import EffectiveConfig, ReaderContext, effective
 from rtp_llm.transport.fastsafetensors.group import GroupTransport
-from rtp_llm.transport.fastsafetensors.local import LocalTransport, Means
+from rtp_llm.transport.fastsafetensors.local import LocalTransport
 from rtp_llm.transport.fastsafetensors.memory import order_of
 from rtp_llm.transport.fastsafetensors.probe import Tier, absent, probe
-from rtp_llm.transport.interface import Moved, Transport
+from rtp_llm.transport.interface import TransferStats, Transport
 from rtp_llm.transport.policy import FASTSAFETENSORS, SCRATCH, Decision, asked_for, decide, decided
+from rtp_llm.transport.scratch.pool import ReaderPool
 from rtp_llm.transport.scratch.reader import ScratchTransport
-from rtp_llm.transport.scratch.team import Team
 
 _log = logging.getLogger("rtp_llm.loader")
 
@@ -44,21 +44,20 @@ class SelectedTransport:
     tier: Tier | None = None
 
 
-def reader_pool(context: LoadContext) -> AbstractContextManager[Team[Moved] | None]:
+def reader_pool(context: LoadContext) -> AbstractContextManager[ReaderPool[TransferStats] | None]:
     """The own reader's threads, which get ready while the load is planned; none where another transport was asked for."""
     reader = context.reader
     if context.settings.load_method == FASTSAFETENSORS:
         return nullcontext()
-    return Team(context.device, reader.threads, reader.buffer_bytes)
+    return ReaderPool(context.device, reader.threads, reader.buffer_bytes)
 
 
-def scratch(context: LoadContext, prepared: Prepared, pool: Team[Moved] | None = None) -> ScratchTransport:
+def scratch(context: LoadContext, prepared: Prepared, pool: ReaderPool[TransferStats] | None = None) -> ScratchTransport:
     """The own reader, as the settings want it."""
-    reader = context.reader
-    return ScratchTransport(prepared.catalog.directory, context.device, reader.threads, reader.buffer_bytes, reader.gap_bytes, pool)
+    return ScratchTransport(prepared.catalog.directory, context.device, context.reader, pool)
 
 
-def select_transport(context: LoadContext, prepared: Prepared, pool: Team[Moved] | None = None) -> SelectedTransport:
+def select_transport(context: LoadContext, prepared: Prepared, pool: ReaderPool[TransferStats] | None = None) -> SelectedTransport:
     """Decides, on all ranks alike, logs the decision once, and makes sure that the load fits.
 
     ``pool``: the own reader's; dismissed if it will not be used.
@@ -103,7 +102,7 @@ def fall_back(context: LoadContext, prepared: Prepared, failed: SelectedTranspor
 
 
 def _select_scratch(
-    context: LoadContext, prepared: Prepared, decision: Decision, tier: Tier | None, pool: Team[Moved] | None = None
+    context: LoadContext, prepared: Prepared, decision: Decision, tier: Tier | None, pool: ReaderPool[TransferStats] | None = None
 ) -> SelectedTransport:
     budget = scratch_budget(context, prepared)
     selected = _logged(context, SelectedTransport(scratch(context, prepared, pool), decision, budget, tier))
@@ -130,11 +129,11 @@ def _in_chunks(context: LoadContext, prepared: Prepared, config: EffectiveConfig
     order = order_of(plan, context.mode, chunk_bytes, world.size)
     budget = chunked_budget(context, prepared, order, world.rank, config)
     threads = context.settings.reader_threads or _THREADS
-    means = Means(prepared.catalog.directory, context.device, config, threads, _around_cache(config, cache))
+    reader_context = ReaderContext(prepared.catalog.directory, context.device, config, threads, _around_cache(config, cache))
     if world.size == 1:
-        return LocalTransport(means, tuple(chunk for _, chunk in order)), budget
+        return LocalTransport(reader_context, tuple(chunk for _, chunk in order)), budget
     terms = f"mode {context.mode.value} tier {tier.name} chunk {chunk_bytes} depth {config.depth}"
-    return GroupTransport(means, order, terms, world, watch), budget
+    return GroupTransport(reader_context, order, terms, world, watch), budget
 
 
 def _around_cache(config: EffectiveConfig, cache: PageCache) -> dict[str, bool]:

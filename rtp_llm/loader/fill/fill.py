@@ -20,7 +20,7 @@ from rtp_llm.loader.prepare import Prepared
 from rtp_llm.plan.budget import staging_limits
 from rtp_llm.transport.fastsafetensors.failure import FastsafetensorsFailure
 from rtp_llm.transport.faults import TransportFault
-from rtp_llm.transport.interface import Moved
+from rtp_llm.transport.interface import TransferStats
 from rtp_llm.transport.policy import SCRATCH
 
 _log = logging.getLogger("rtp_llm.loader")
@@ -31,7 +31,7 @@ class Filled:
     """The transport that filled the parameters, what it moved, and the measured peak in bytes (None where the system does not tell)."""
 
     selected: SelectedTransport
-    moved: Moved
+    moved: TransferStats
     peak_bytes: int | None
 
 
@@ -69,7 +69,7 @@ def fill_parameters(context: LoadContext, prepared: Prepared, selected: Selected
     return Filled(selected, moved, meter.peak_bytes)
 
 
-def _deliver(context: LoadContext, prepared: Prepared, selected: SelectedTransport, params: dict[str, nn.Parameter]) -> Moved:
+def _deliver(context: LoadContext, prepared: Prepared, selected: SelectedTransport, params: dict[str, nn.Parameter]) -> TransferStats:
     # A load in chunks has one thread; the own reader has several.
     in_chunks = selected.decision.method != SCRATCH
     limit = None if in_chunks else staging_limits(prepared.plan, context.reader).parts

@@ -1,7 +1,7 @@
-"""One effective configuration of fastsafetensors, made once, before the package is imported.
+"""The effective configuration of fastsafetensors, resolved once, before the package is imported.
 
-Its own settings stay its own: they come as a JSON file or as text, in the form that the package documents.  They are read
-here because the package looks for its file in the environment, knows no inline text, and is used by its parts.
+The package's own settings come as a JSON file or as text, in the form that it documents.  They are read here because it looks
+for its file in the environment, takes no inline text, and is used by its parts.
 """
 
 from __future__ import annotations
@@ -10,22 +10,24 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rtp_llm.config import ConfigFault, LoadConfig
 from rtp_llm.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    import torch
 
 #: Where the package looks when it is given no file.
 DEFAULT_FILE = "fastsafetensors.json"
 #: Bytes of one chunk where its settings name none.  Two are on the device at a time; larger ones do not read faster
 #: (benchmark/fastsafetensors.md).
 CHUNK_BYTES = 256 << 20
-#: Chunks of one rank's parameters, at most: with a budget that is all but used up by the parameters it is the preflight that answers,
-#: at once, and not a load byte by byte.
+#: Most chunks of one rank: if parameters use up the budget, the preflight refuses at once, and no load goes byte by byte.
 _MOST_CHUNKS = 10_000
-#: Chunks that are read ahead where its settings say nothing: one is read while another one is placed.
+#: Queue size where its settings name none: one chunk is read while another one is placed.
 QUEUE_SIZE = 0
-#: Its sections whose members count as settings of the loader itself; other sections are those of a loader's copier.
+#: Sections with settings of the loader itself; other sections are a copier's.
 _FLAT = ("parallel", "debug", "copy")
 #: Settings that each loader takes from the top level, whatever its section says.
 _COMMON = ("framework", "debug_log", "set_numa", "disable_cache")
@@ -33,11 +35,11 @@ _COMMON = ("framework", "debug_log", "set_numa", "disable_cache")
 
 @dataclass(frozen=True, slots=True)
 class EffectiveConfig:
-    """What holds for one load.
+    """The configuration of one load.
 
-    ``source`` says where it came from; ``copier`` is ``nogds``, ``gds``, ``fgds``, or the loader's own; ``queue_size`` -1
-    means one chunk at a time, 0 a second one that is read meanwhile, n > 0 n more; ``copier_options`` go to the package as
-    they are; ``direct`` is None where each file's place in the page cache decides.
+    ``source``: where it came from.  ``copier``: ``nogds``, ``gds``, ``fgds``, or the loader's own.  ``queue_size``: -1 for one
+    chunk at a time, 0 for a second one that is read meanwhile, n > 0 for n more.  ``copier_options``: passed on unchanged.
+    ``direct``: None where each file's share in the page cache decides.
     """
 
     source: str = "defaults"
@@ -57,11 +59,25 @@ class EffectiveConfig:
         return 1 if self.queue_size < 0 else self.queue_size + 2
 
     def chunk_for(self, bytes_resident: int) -> int:
-        """Bytes of a chunk: no more than its budget leaves beside the parameters."""
+        """Bytes of a chunk: at most what the budget leaves beside the parameters."""
         if self.device_memory_budget is None:
             return self.chunk_bytes
         least = bytes_resident // _MOST_CHUNKS + 1
         return min(self.chunk_bytes, max(least, (self.device_memory_budget - bytes_resident) // self.depth))
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderContext:
+    """What every use of the package needs.
+
+    ``threads``: the package's.  ``direct``: for each file whether to read it around the page cache; the package decides for others.
+    """
+
+    directory: str
+    device: torch.device
+    config: EffectiveConfig
+    threads: int
+    direct: Mapping[str, bool]
 
 
 def _whole(least: int) -> Callable[[object], bool]:
@@ -80,7 +96,7 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-#: The settings that are known here: what each must be, and the test of it.  All others are left to the package.
+#: Known settings: what each must be, and its test.  All others are left to the package.
 _KNOWN: dict[str, tuple[str, Callable[[object], bool]]] = {
     "loader": ("text", _is_text),
     "framework": ('"pytorch"', lambda value: value == "pytorch"),
@@ -98,11 +114,11 @@ _KNOWN: dict[str, tuple[str, Callable[[object], bool]]] = {
 
 
 def effective(load: LoadConfig, directory: Path | None = None) -> EffectiveConfig:
-    """The configuration that the settings mean: inline text, else the named file, else ``fastsafetensors.json`` in
+    """The configuration by the settings: inline text, else the named file, else ``fastsafetensors.json`` in
     ``directory`` (the working directory unless given), else the defaults.
 
     Raises:
-        ConfigError: a file that is not there or holds no JSON object; every member of a wrong kind at once.
+        ConfigError: a missing file, or one without a JSON object; every wrong member at once.
     """
     source, text = _text(load, directory or Path())
     direct = {"1": True, "0": False}.get(load.fastsafetensors_odirect)
@@ -157,7 +173,7 @@ def _object(text: str, source: str) -> Mapping[str, Any]:
 
 
 def _members(data: Mapping[str, Any], source: str) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]], list[Problem]]:
-    """The settings of the loader itself, the other sections, and what is wrong."""
+    """The settings of the loader itself, the other sections, and the problems."""
     flat: dict[str, Any] = {}
     sections: dict[str, Mapping[str, Any]] = {}
     for name, value in data.items():

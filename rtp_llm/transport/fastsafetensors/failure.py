@@ -1,4 +1,4 @@
-"""Telling a bad file from a package that does not work."""
+"""Tells a bad file from a package that does not work."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rtp_llm.errors import Problem, RtpLlmError, TransportError
 from rtp_llm.transport.fastsafetensors.sequence import Chunk
 from rtp_llm.transport.faults import TransportFault
 
-#: Bytes read at a time when a file is looked at again.
+#: Bytes read at a time when a chunk is read again.
 _LOOK_BYTES = 8 << 20
 
 
 class FastsafetensorsFailure(Exception):
-    """The package failed, and the files are sound, so that another transport may do better.  Never leaves the loader."""
+    """The package failed and the files are sound: another transport takes over.  Never leaves the loader."""
 
 
-class Witness:
-    """Reads what the package could not, to say whose fault it is.
+class FailureDiagnoser:
+    """After a failure reads the same chunk again, to find whether the file or the package is at fault.
 
-    The package raises plain ``Exception`` for everything, with texts that change; the file itself is the better witness.
+    The package raises plain ``Exception`` for everything, with texts that change.
     """
 
     def __init__(self, directory: str, files: tuple[FileInfo, ...]) -> None:
@@ -33,10 +33,10 @@ class Witness:
         self.chunk: Chunk | None = None
 
     def about(self, chunk: Chunk) -> None:
-        """Notes what is read next, and makes sure that its file is the one whose header was read.
+        """Notes the chunk that is read next, and checks its file.
 
         Raises:
-            TransportError: naming the file, if it is not there or has another size.
+            TransportError: naming the file, if it is missing or its size has changed.
         """
         self.chunk = chunk
         expected = self._files[chunk.file].size
@@ -57,7 +57,7 @@ class Witness:
             )
 
     def look_again(self) -> None:
-        """Raises ``TransportError`` if the chunk that was read last cannot be read."""
+        """Raises ``TransportError`` if the last chunk cannot be read."""
         if self.chunk is None:
             return
         self.about(self.chunk)
@@ -75,12 +75,11 @@ class Witness:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around calls of the package: what it raises becomes a data error, or a failure of the package.
+        """Around calls of the package: turns its errors into a data error, or a failure of the package.
 
         Raises:
-            TransportError: the file is to blame.
-            FastsafetensorsFailure: the package is.  It holds no reference to the package's error, whose traceback would keep
-                the tensors of its frames alive.
+            TransportError: the file is at fault.
+            FastsafetensorsFailure: the package is.  Without the package's error, whose traceback keeps tensors alive.
         """
         text = ""
         try:
@@ -91,7 +90,7 @@ class Witness:
             text = "out of device memory"
         except Exception as error:  # noqa: BLE001  # the package raises bare Exception for everything
             cause: BaseException | None = error
-            while cause is not None:  # raised in the package's thread, by way of ours
+            while cause is not None:  # an error of ours, raised through the package's thread
                 if isinstance(cause, RtpLlmError):
                     raise cause.with_traceback(None) from None
                 cause = cause.__cause__

@@ -1,9 +1,8 @@
 """A group of processes: each file is read once, by one of them, and its bytes are broadcast.
 
-All ranks go through one sequence of messages.  The rank that reads a chunk first says, in one byte, whether it could: so a
-package that fails on one rank ends the sequence on all ranks at the same place, and they go another way together.  A data
-error, and a rank that dies, end the load through the watch.  What a rank does not want it drops at once: no collective
-depends on what a rank keeps.
+All ranks follow one sequence of messages.  The reading rank of a chunk first broadcasts one byte: read, or failed.  So a package
+that fails on one rank ends the sequence on all ranks at the same place, and all fall back together.  A data error, or a rank
+that dies, ends the load through the watch.  A rank drops what it does not want; no collective depends on it.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ from rtp_llm.parallel.watch import Watch
 from rtp_llm.parallel.wire import broadcast_bytes
 from rtp_llm.parallel.world import World, agree, host_group, meeting
 from rtp_llm.plan.plan import LoadPlan, digest
-from rtp_llm.transport.fastsafetensors.failure import FastsafetensorsFailure, Witness
-from rtp_llm.transport.fastsafetensors.hand import Hand
-from rtp_llm.transport.fastsafetensors.local import Ending, Means, open_chunks, settled
+from rtp_llm.transport.fastsafetensors.config import ReaderContext
+from rtp_llm.transport.fastsafetensors.dispatch import Dispatcher
+from rtp_llm.transport.fastsafetensors.failure import FailureDiagnoser, FastsafetensorsFailure
+from rtp_llm.transport.fastsafetensors.local import Closing, open_chunks, settled
 from rtp_llm.transport.fastsafetensors.memory import Order, received_bytes
-from rtp_llm.transport.fastsafetensors.sequence import Chunk, Message, agreement_lines
-from rtp_llm.transport.interface import Moved, Progress, Sink
+from rtp_llm.transport.fastsafetensors.sequence import Chunk, Message, sequence_lines
+from rtp_llm.transport.interface import Progress, Sink, TransferStats
 
 if TYPE_CHECKING:
     from rtp_llm.transport.fastsafetensors.pipeline import ChunkReader
@@ -33,61 +33,63 @@ _READ, _FAILED = 1, 0
 
 
 class GroupTransport:
-    """Reads and passes on ``order``, the group's sequence of chunks, each with the rank that reads it.
+    """Reads and broadcasts ``order``, the group's sequence of chunks, each with the rank that reads it.
 
-    ``terms`` are what ranks must have in common besides.  Raises on ``deliver``, besides data errors and errors of other
-    ranks, :class:`FastsafetensorsFailure`, on all ranks alike.
+    ``terms``: what else ranks must have in common.  ``deliver`` raises data errors, other ranks' errors, and
+    :class:`FastsafetensorsFailure`, the same on all ranks.
     """
 
     name = "fastsafetensors"
 
-    def __init__(self, means: Means, order: Order, terms: str, world: World, watch: Watch) -> None:
-        self._means, self._order, self._terms = means, order, terms
+    def __init__(self, context: ReaderContext, order: Order, terms: str, world: World, watch: Watch) -> None:
+        self._context, self._order, self._terms = context, order, terms
         self._world, self._watch = world, watch
 
     @property
     def _own(self) -> list[Chunk]:
         return [chunk for rank, chunk in self._order if rank == self._world.rank]
 
-    def deliver(self, plan: LoadPlan, sink: Sink, progress: Progress, check: Callable[[], None]) -> Moved:
+    def deliver(self, plan: LoadPlan, sink: Sink, progress: Progress, check: Callable[[], None]) -> TransferStats:
         agree(self._watch, digest(self._lines()), self._lines)
-        witness = Witness(self._means.directory, plan.catalog.files)
-        reader, reason = self._open(witness)
+        diagnoser = FailureDiagnoser(self._context.directory, plan.catalog.files)
+        reader, reason = self._open(diagnoser)
         self._go_on_together(reason)
         assert reader is not None
-        with Ending(reader.close, witness), self._group() as group, meeting(self._world, self._watch):
-            hand = Hand(plan, sink, self._means.device)
-            reason = self._pass_on(reader, hand, group, progress, check)
+        with Closing(reader.close, diagnoser), self._group() as group, meeting(self._world, self._watch):
+            dispatcher = Dispatcher(plan, sink, self._context.device)
+            reason = self._pass_on(reader, dispatcher, group, progress, check)
         self._go_on_together(reason)
-        return Moved(sum(chunk.nbytes for chunk in self._own), hand.kept_bytes, 0, hand.kept_bytes)
+        return TransferStats(sum(chunk.nbytes for chunk in self._own), dispatcher.kept_bytes, 0, dispatcher.kept_bytes)
 
     def _lines(self) -> Iterator[str]:
-        return agreement_lines(self._order, self._terms)
+        return sequence_lines(self._order, self._terms)
 
-    def _open(self, witness: Witness) -> tuple[ChunkReader | None, str]:
+    def _open(self, diagnoser: FailureDiagnoser) -> tuple[ChunkReader | None, str]:
         try:
-            # Without overlap: a chunk is handed out when it has been read whole, and not when reading it may yet fail.
-            return open_chunks(self._means, self._own, witness, overlap=False), ""
+            # Without overlap: a chunk is returned once all of it is read, so reading it cannot fail later.
+            return open_chunks(self._context, self._own, diagnoser, overlap=False), ""
         except FastsafetensorsFailure as failure:
             return None, str(failure)
 
     def _go_on_together(self, reason: str) -> None:
-        """Raises on all ranks alike if any of them has a reason not to go on."""
-        told = [text.decode() for text in self._watch.exchange(reason.encode())]
-        found = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
+        """Raises on all ranks if any of them gives a reason."""
+        replies = [text.decode() for text in self._watch.exchange(reason.encode())]
+        found = [f"rank {rank}: {text}" for rank, text in enumerate(replies) if text]
         if found:
             raise FastsafetensorsFailure("; ".join(found))
 
     def _group(self) -> AbstractContextManager[dist.ProcessGroup]:
-        if self._means.device.type == "cpu":
+        if self._context.device.type == "cpu":
             return host_group(self._world, self._watch)
         everyone = dist.group.WORLD
         assert everyone is not None, "a group of one has no group transport"
         return nullcontext(everyone)
 
-    def _pass_on(self, reader: ChunkReader, hand: Hand, group: dist.ProcessGroup, progress: Progress, check: Callable[[], None]) -> str:
-        """Goes through the sequence; returns why it had to stop, empty on ranks that were only told to."""
-        device = self._means.device
+    def _pass_on(
+        self, reader: ChunkReader, dispatcher: Dispatcher, group: dist.ProcessGroup, progress: Progress, check: Callable[[], None]
+    ) -> str:
+        """Broadcasts the sequence; returns why this rank failed, or nothing.  Ends at the first failure of any rank."""
+        device = self._context.device
         status = torch.zeros(1, dtype=torch.uint8, device=device)
         buffer = torch.empty(received_bytes(self._order, self._world.rank), dtype=torch.uint8, device=device)
         for source, chunk in self._order:
@@ -103,11 +105,11 @@ class GroupTransport:
                     if int(status.item()) == _FAILED:
                         return reason
                 if reason:
-                    # It has said that all of the chunk was there; the others wait for what will not come.
+                    # This rank has reported the whole chunk as read; the others wait for a message that will not come.
                     raise AssertionError(f"fastsafetensors lost a message of a chunk: {reason}")
                 content = buffer[: message.nbytes] if flat is None else flat
                 broadcast_bytes(content, source, group, check)
-                progress.advance(hand.take(message, content))
+                progress.advance(dispatcher.take(message, content))
                 settled(device)
                 del flat, content
         return ""
@@ -119,5 +121,5 @@ class GroupTransport:
         except FastsafetensorsFailure as failure:
             return None, str(failure)
         if item is None or item[0] != message:
-            return None, "it delivered other messages than it was asked for"
+            return None, "it delivered other messages than were requested"
         return item[1], ""

@@ -1,4 +1,4 @@
-"""What a load in chunks takes on the device beside the parameters: pure arithmetic over its sequence."""
+"""Device memory of a load in chunks, beside the parameters: pure arithmetic over its sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rtp_llm.plan.budget import held_bytes
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.transport.fastsafetensors.sequence import (
     Chunk,
-    Piece,
+    FilePiece,
     Split,
     group_order,
     local_chunks,
@@ -23,7 +23,7 @@ Order = Sequence[tuple[int, Chunk]]
 
 
 class Wanted:
-    """The deliveries of one rank, by what is read."""
+    """The deliveries of one rank, by tensor and by expert."""
 
     def __init__(self, plan: LoadPlan) -> None:
         self.by_name: defaultdict[str, list[Delivery]] = defaultdict(list)
@@ -34,8 +34,8 @@ class Wanted:
                 if delivery.raw_box:
                     self.by_expert[delivery.tensor.name, delivery.raw_box[0][0]].append(delivery)
 
-    def of_piece(self, piece: Piece) -> Iterator[Delivery]:
-        """What of its deliveries a piece holds."""
+    def of_piece(self, piece: FilePiece) -> Iterator[Delivery]:
+        """The parts of deliveries that a piece holds."""
         name = piece.tensor.name
         # A layer's experts are many, and each wants one row.
         one = piece.split is Split.EXPERTS
@@ -46,7 +46,7 @@ class Wanted:
 
 
 def order_of(plan: LoadPlan, mode: StackedMode, chunk_bytes: int, ranks: int) -> Order:
-    """What a group of ``ranks`` reads, the same on all of them; what one alone reads for itself."""
+    """The sequence that a group of ``ranks`` reads, the same on all of them; for one rank its own."""
     if ranks == 1:
         return tuple((0, chunk) for chunk in local_chunks(plan, mode, chunk_bytes))
     return group_order(plan, mode, chunk_bytes, ranks)
@@ -57,13 +57,13 @@ def received_bytes(order: Order, rank: int) -> int:
     return max((m.nbytes for source, chunk in order if source != rank for m in chunk.messages), default=0)
 
 
-def staging_bytes(order: Order, rank: int, depth: int) -> int:
+def chunk_staging_bytes(order: Order, rank: int, depth: int) -> int:
     """Own chunks, ``depth`` of them at a time, and the largest message from another rank."""
     return resident_chunks([chunk.nbytes for source, chunk in order if source == rank], depth) + received_bytes(order, rank)
 
 
 def derived_bytes(plan: LoadPlan, order: Order, step_bytes: int) -> int:
-    """Tensors that parameters are made of, from the first part to the last: with several ranks' files side by side, several."""
+    """The most that incomplete derived tensors hold; with several ranks' files side by side there are several at a time."""
     if not plan.derived:
         return 0
     wanted = Wanted(plan)

@@ -1,8 +1,8 @@
-"""The parts that fastsafetensors' AutoLoader is made of, put together so that chunks are read instead of files.
+"""Reads chunks instead of files, by the parts of fastsafetensors' AutoLoader.
 
-Imported only once the probe has found these parts.  To the package each chunk is a small file of its own, whose header
-ends where the chunk begins: so all its copiers (buffered, direct, GPUDirect, 3FS) read chunks as they read files, and a
-stacked tensor need not be one tensor to it.  All entries are plain bytes, so that no dtype is unknown to it.
+Imported only once the probe has found these parts.  To the package each chunk is a small file, whose header ends where the
+chunk begins.  So all its copiers (buffered, direct, GPUDirect, 3FS) read chunks as they read files, and stacked tensors may be
+divided.  All entries are plain bytes, so the package needs to know no dtype.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fastsafetensors.frameworks import get_framework_op
 from fastsafetensors.loader import BaseSafeTensorsFileLoader
 from fastsafetensors.parallel_loader import PipelineParallel
 
-from rtp_llm.transport.fastsafetensors.config import EffectiveConfig
-from rtp_llm.transport.fastsafetensors.failure import Witness
+from rtp_llm.transport.fastsafetensors.config import ReaderContext
+from rtp_llm.transport.fastsafetensors.failure import FailureDiagnoser
 from rtp_llm.transport.fastsafetensors.sequence import Chunk, Message
 
 _log = logging.getLogger("rtp_llm.transport")
@@ -33,50 +33,45 @@ _OWN_COPIERS = frozenset({"3fs"})
 
 
 class ChunkLoader(BaseSafeTensorsFileLoader):  # type: ignore[misc]  # the package ships no types
-    """Takes chunks where its base takes files; ``path_of`` gives a file's path, ``direct`` how to read each (None: as the
-    package does)."""
+    """Takes chunks, by key, where its base takes files."""
 
     #: Of the base: what makes the object that reads one file.
     copier_constructor: Callable[..., Any]
 
-    def __init__(
-        self,
-        config: EffectiveConfig,
-        device: torch.device,
-        chunks: Mapping[str, Chunk],
-        path_of: Callable[[str], str],
-        direct: Mapping[str, bool],
-        witness: Witness,
-        threads: int,
-    ) -> None:
-        self._chunks, self._path_of, self._witness = chunks, path_of, witness
+    def __init__(self, context: ReaderContext, chunks: Mapping[str, Chunk], diagnoser: FailureDiagnoser) -> None:
+        self._directory, self._chunks, self._diagnoser = context.directory, chunks, diagnoser
+        config = context.config
         cpp.set_debug_log(config.debug_log)
         framework = get_framework_op(_FRAMEWORK)
         copier = config.loader if config.loader in _OWN_COPIERS else config.copier
-        options = {"max_threads": threads, **dict(config.copier_options)}
+        options = {"max_threads": context.threads, **dict(config.copier_options)}
         super().__init__(
             pg=None,
-            device=framework.get_device(str(device), None),
+            device=framework.get_device(str(context.device), None),
             copier_type=copier,
             set_numa=config.set_numa,
             framework=_FRAMEWORK,
             **options,
         )
         if copier == "nogds":
+            direct = {self._path(file): choice for file, choice in context.direct.items()}
             self.copier_constructor = _choosing(self.copier_constructor, direct)
+
+    def _path(self, file: str) -> str:
+        return os.path.join(self._directory, file)
 
     def add_filenames(self, filenames: Mapping[int, Sequence[str]]) -> None:
         """Registers chunks, by their keys, for the next ``copy_files_to_device``."""
         for rank, keys in filenames.items():
             for key in keys:
                 chunk = self._chunks[key]
-                self._witness.about(chunk)
+                self._diagnoser.about(chunk)
                 metadata = SafeTensorsMetadata(
                     string=header(chunk),
                     header_length=chunk.start,
                     size_bytes=chunk.stop,
                     framework=self.framework,
-                    src=self._path_of(chunk.file),
+                    src=self._path(chunk.file),
                 )
                 self.meta[key] = (metadata, rank)
                 self.frames.update(metadata.tensors)
@@ -99,9 +94,10 @@ def _entry(start: int, stop: int) -> dict[str, object]:
 
 
 def _choosing(construct: Callable[..., Any], direct: Mapping[str, bool]) -> Callable[..., Any]:
-    """``construct`` for copiers whose file is read around the page cache, or through it, as ``direct`` says of its path.
+    """``construct`` for copiers that read a file around the page cache, or through it, as ``direct`` says for its path.
 
-    The package decides by the file system and an environment variable; it looks at the descriptor's flag at every read.
+    Without an entry the package decides, by the file system and an environment variable.  It checks the descriptor's flag at
+    every read.
     """
 
     def make(metadata: Any, *rest: Any) -> Any:
@@ -110,7 +106,7 @@ def _choosing(construct: Callable[..., Any], direct: Mapping[str, bool]) -> Call
         wanted = direct.get(metadata.src)
         if wanted is not None and isinstance(descriptor, int) and descriptor >= 0:
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-            # A file system that refuses direct reads (tmpfs) was opened without, and stays so.
+            # A file system that refuses direct reads (tmpfs) was opened without O_DIRECT, and stays so.
             if not wanted and flags & os.O_DIRECT:
                 fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         return copier
@@ -119,44 +115,28 @@ def _choosing(construct: Callable[..., Any], direct: Mapping[str, bool]) -> Call
 
 
 class Pipeline(PipelineParallel):  # type: ignore[misc]  # the package ships no types
-    """The package's pipeline, speaking through the log: it prints on stdout, where a program reads JSON."""
+    """The package's pipeline, with its messages in the log: it prints to stdout, which carries JSON."""
 
     def _log_message(self, message: str, is_error: bool = False) -> None:
         _log.debug("fastsafetensors: %s", message)
 
 
 class ChunkReader:
-    """Reads chunks in order, some ahead, and hands out their messages as ``uint8`` tensors on the device.
+    """Reads chunks in order, some ahead, and returns their messages as ``uint8`` tensors on the device.
 
-    A tensor is valid until the next one is asked for, work queued on it included.
+    A tensor, and work queued on it, must be finished before the next call of :meth:`next`.
     """
 
-    def __init__(
-        self,
-        config: EffectiveConfig,
-        device: torch.device,
-        chunks: Sequence[Chunk],
-        directory: str,
-        direct: Mapping[str, bool],
-        witness: Witness,
-        *,
-        threads: int,
-        overlap: bool,
-    ) -> None:
-        self._witness = witness
+    def __init__(self, context: ReaderContext, chunks: Sequence[Chunk], diagnoser: FailureDiagnoser, *, overlap: bool) -> None:
+        self._diagnoser = diagnoser
         self._expected: Iterator[Message] = (message for chunk in chunks for message in chunk.messages)
         keyed = {str(number): chunk for number, chunk in enumerate(chunks)}
-
-        def path_of(file: str) -> str:
-            return os.path.join(directory, file)
-
-        by_path = {path_of(file): choice for file, choice in direct.items()}
-        self._loader = ChunkLoader(config, device, keyed, path_of, by_path, witness, threads)
+        self._loader = ChunkLoader(context, keyed, diagnoser)
         self._pipeline = Pipeline(
             pg=None,
             loader=self._loader,
             hf_weights_files=list(keyed),
-            queue_size=config.queue_size,
+            queue_size=context.config.queue_size,
             use_tqdm_on_load=False,
             accumulate_resident=False,
             borrowed_tensors=True,
@@ -166,17 +146,17 @@ class ChunkReader:
 
     def next(self) -> tuple[Message, torch.Tensor] | None:
         """The next message; None after the last."""
-        with self._witness.watching():
+        with self._diagnoser.watching():
             while (item := next(self._weights, None)) is not None and item[0].startswith("gap"):
                 del item
             message = next(self._expected, None)
             if (item is None) != (message is None):
-                raise RuntimeError("it delivered more or less than it was asked for")
+                raise RuntimeError("it delivered more or less than was requested")
             if item is None or message is None:
                 return None
             flat = item[1].reshape(-1).view(torch.uint8)
             if flat.numel() != message.nbytes:
-                raise RuntimeError(f"it delivered {flat.numel()} bytes where {message.nbytes} were asked for")
+                raise RuntimeError(f"it delivered {flat.numel()} bytes where {message.nbytes} were requested")
             return message, flat
 
     def close(self) -> None:

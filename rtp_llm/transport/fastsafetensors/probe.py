@@ -1,4 +1,4 @@
-"""What the installed fastsafetensors can do, found out by looking at its callables, never at its version."""
+"""What the installed fastsafetensors can do, judged by its callables, never by its version."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What was found, and why it is no more than that.
+    """What the package can do; ``reason``: why not more.
 
-    ``copyout_filter``, ``stacked_split`` and ``estimate`` are extensions of some wheels, in which case they are the names of
-    keyword parameters of AutoLoader (``estimate``: of an attribute); None where the wheel has nothing of the kind.
+    ``copyout_filter``, ``stacked_split`` and ``estimate`` are extensions of some wheels: names of keyword parameters of
+    AutoLoader (``estimate``: of an attribute); None where the wheel has none.
     """
 
     tier: Tier
@@ -39,7 +39,7 @@ class Capabilities:
     estimate: str | None = None
 
 
-#: AutoLoader's extensions: for each the names it has gone by, the newest first.
+#: AutoLoader's extensions: the names of each, the newest first.
 _FILTERS = ("local_copyout_filter",)
 _SPLITS = ("stacked_moe_tensors", "dim0_split_templates")
 _ESTIMATE = "estimated_peak_device_bytes"
@@ -55,15 +55,15 @@ _PARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 def absent() -> str:
-    """Why there is no package to import; empty where there is one, whatever its state.  Imports nothing."""
+    """Why the package is absent; empty where it is installed, whatever its state.  Imports nothing."""
     try:
         return "" if importlib.util.find_spec(PACKAGE) is not None else f"{PACKAGE} is not installed"
-    except ValueError:  # a module without a specification: something strange, which is not nothing
+    except ValueError:  # a module without a specification: strange, but not absent
         return ""
 
 
 def probe() -> Capabilities:
-    """Imports the package and looks at it.  Never raises for a package that is absent, broken or strange."""
+    """Imports and inspects the package.  Never raises for one that is absent, broken or strange."""
     try:
         module = imported(PACKAGE)
     except NotInstalled as lack:
@@ -107,7 +107,7 @@ def _lacks_part(module: str, name: str, keywords: tuple[str, ...]) -> str:
 
 
 def _takes_two(auto: Any) -> bool:
-    """Whether a group and a list of files may be given by position, and nothing else but the device is needed."""
+    """Whether it takes a group and a list of files by position, and needs nothing else but the device."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     by_position = [p.name for p in parameters(auto) or [] if p.kind in kinds]
     return len(by_position) >= 2 and not set(demands(auto)) - {*by_position[:2], "device"}

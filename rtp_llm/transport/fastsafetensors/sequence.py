@@ -1,9 +1,8 @@
 """What is read, in which order, and in which portions: pure arithmetic over a plan.
 
-Three sizes nest.  A *piece* is a block of rows of one tensor: one expert of a tensor that holds them all, at most a message's
-worth of rows of any other, or the whole of a tensor that an op does not allow to be divided.  A *message* is neighbouring
-pieces that travel together, so that thousands of small tensors are not thousands of collectives.  A *chunk* is neighbouring
-messages that are read together, and that stand on the device together.
+Three sizes nest.  A *piece* is a block of rows of one tensor: one expert of a stacked tensor, at most a message's rows of any
+other, or all of an indivisible tensor.  A *message* is neighbouring pieces that are broadcast together, so that thousands of small
+tensors are few collectives.  A *chunk* is neighbouring messages that are read, and held on the device, together.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from rtp_llm.plan.boxes import Box, whole
 from rtp_llm.plan.ops import Select, Source
 from rtp_llm.plan.plan import Delivery, LoadPlan
 
-#: Most bytes of a message of small tensors, or of rows of a large one: enough that a broadcast runs at the link's speed
-#: (measured: 4 MiB reach half of it, 64 MiB all), little enough that the buffer of those who receive does not count.
+#: Most bytes of a message of small tensors, or of rows of a large one.  Enough for the link's speed (measured: 4 MiB reach half
+#: of it, 64 MiB all), and a small buffer for receivers.
 MESSAGE_BYTES = 16 << 20
-#: And no more than this part of a chunk, so that it stays small beside what its sender holds.
+#: A message is at most this part of a chunk, so that it is small beside its sender's chunks.
 _CHUNK_MESSAGES = 16
-#: A gap of up to this many bytes between two messages is read along: it takes less time than beginning another chunk.
+#: Gaps of up to this many bytes between two messages are read over: that takes less time than another chunk.
 GAP_BYTES = 1 << 20
-#: Chunks begin at multiples of this in the file, so that what is aligned in the file is aligned on the device.
+#: Chunks begin at multiples of this in the file, so that alignment in the file is kept on the device.
 ALIGNMENT = 16
 
 
@@ -39,7 +38,7 @@ class Split(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """The ``box`` of ``tensor``, whole rows of it, whose bytes are ``[start, stop)`` of the tensor's file."""
 
     tensor: TensorInfo
@@ -53,7 +52,7 @@ class Piece:
 class Message:
     """Pieces whose bytes follow one another in one file."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
 
     @property
     def start(self) -> int:
@@ -83,7 +82,7 @@ class Chunk:
 
 
 def splits(slots: Mapping[str, Source], mode: StackedMode) -> dict[str, Split]:
-    """For each raw tensor how it may be divided, by all that is made of it on any rank."""
+    """For each raw tensor how it may be divided, by all of its slots on any rank."""
     by_raw: defaultdict[str, list[Source]] = defaultdict(list)
     for source in slots.values():
         by_raw[source.raw].append(source)
@@ -96,8 +95,8 @@ def _split(sources: Sequence[Source], mode: StackedMode) -> Split:
     return Split.ROWS if all(op.local for source in sources for op in source.ops) else Split.NEVER
 
 
-def local_pieces(plan: LoadPlan, kinds: Mapping[str, Split], most_bytes: int) -> Iterator[Piece]:
-    """What one rank needs, in the order of its files: only the rows that one of its deliveries touches."""
+def local_pieces(plan: LoadPlan, kinds: Mapping[str, Split], most_bytes: int) -> Iterator[FilePiece]:
+    """One rank's pieces, in file order: only rows that one of its deliveries touches."""
     wanted: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     tensors: dict[str, TensorInfo] = {}
     for delivery in plan.deliveries:
@@ -108,8 +107,8 @@ def local_pieces(plan: LoadPlan, kinds: Mapping[str, Split], most_bytes: int) ->
         yield from _pieces(tensor, kinds[tensor.name], _merged(wanted[tensor.name]), most_bytes)
 
 
-def common_pieces(plan: LoadPlan, kinds: Mapping[str, Split], most_bytes: int) -> Iterator[Piece]:
-    """What all ranks together need: every tensor that provides anything, the same on every rank."""
+def common_pieces(plan: LoadPlan, kinds: Mapping[str, Split], most_bytes: int) -> Iterator[FilePiece]:
+    """The pieces of all ranks together: every tensor that provides a slot; the same on every rank."""
     for tensor in in_file_order(t for t in plan.catalog.tensors if t.name in kinds and t.nbytes):
         yield from _pieces(tensor, kinds[tensor.name], [next(iter(whole(tensor.shape)), (0, 1))], most_bytes)
 
@@ -128,22 +127,22 @@ def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _pieces(tensor: TensorInfo, kind: Split, rows: list[tuple[int, int]], most_bytes: int) -> Iterator[Piece]:
+def _pieces(tensor: TensorInfo, kind: Split, rows: list[tuple[int, int]], most_bytes: int) -> Iterator[FilePiece]:
     # One dimension: a row is one element, and elements narrower than a byte cannot be cut apart.
     if kind is Split.NEVER or len(tensor.shape) < 2 or tensor.nbytes % tensor.shape[0]:
-        yield Piece(tensor, whole(tensor.shape), tensor.start, tensor.stop, Split.NEVER)
+        yield FilePiece(tensor, whole(tensor.shape), tensor.start, tensor.stop, Split.NEVER)
         return
     row_bytes = tensor.nbytes // tensor.shape[0]
     step = 1 if kind is Split.EXPERTS else max(1, most_bytes // row_bytes)
     for first, last in rows:
         for a in range(first, last, step):
             b = min(a + step, last)
-            yield Piece(tensor, ((a, b), *whole(tensor.shape[1:])), tensor.start + a * row_bytes, tensor.start + b * row_bytes, kind)
+            yield FilePiece(tensor, ((a, b), *whole(tensor.shape[1:])), tensor.start + a * row_bytes, tensor.start + b * row_bytes, kind)
 
 
-def messages(pieces: Iterable[Piece], most_bytes: int, experts_alone: bool) -> Iterator[Message]:
-    """Neighbouring pieces together, up to ``most_bytes``; ``experts_alone`` gives each expert a message of its own."""
-    held: list[Piece] = []
+def messages(pieces: Iterable[FilePiece], most_bytes: int, experts_alone: bool) -> Iterator[Message]:
+    """Joins neighbouring pieces, up to ``most_bytes``; ``experts_alone``: each expert is a message of its own."""
+    held: list[FilePiece] = []
     for piece in pieces:
         alone = experts_alone and Split.EXPERTS in (piece.split, *(p.split for p in held[-1:]))
         if held and (alone or not _follows(held, piece) or piece.stop - held[0].start > most_bytes):
@@ -154,12 +153,12 @@ def messages(pieces: Iterable[Piece], most_bytes: int, experts_alone: bool) -> I
         yield Message(tuple(held))
 
 
-def _follows(held: list[Piece], piece: Piece) -> bool:
+def _follows(held: list[FilePiece], piece: FilePiece) -> bool:
     return (piece.tensor.file, piece.start) == (held[-1].tensor.file, held[-1].stop)
 
 
 def chunks(parts: Iterable[Message], most_bytes: int) -> Iterator[Chunk]:
-    """Messages together while they are close to one another in one file and span at most ``most_bytes``."""
+    """Joins messages that are close to one another in one file, up to a span of ``most_bytes``."""
     held: list[Message] = []
     for part in parts:
         if held:
@@ -183,7 +182,7 @@ def _chunk(held: list[Message]) -> Chunk:
 def rounds(files: Sequence[str], all_chunks: Iterable[Chunk], world: int) -> Iterator[tuple[int, Chunk]]:
     """The one order in which a group reads and delivers: each chunk with the rank that reads it.
 
-    File i belongs to rank i mod ``world``; the ranks' files are worked off side by side, a chunk of each in turn.
+    Rank i mod ``world`` reads file i; the ranks' files go side by side, a chunk of each in turn.
     """
     by_file: defaultdict[str, list[Chunk]] = defaultdict(list)
     for chunk in all_chunks:
@@ -196,9 +195,9 @@ def rounds(files: Sequence[str], all_chunks: Iterable[Chunk], world: int) -> Ite
                     yield rank, own[turn]
 
 
-def agreement_lines(order: Iterable[tuple[int, Chunk]], terms: str) -> Iterator[str]:
-    """What ranks must have in common before their first collective, a line each: ``terms`` (mode, tier), then who reads
-    which bytes of which tensor, of which dtype and shape, when."""
+def sequence_lines(order: Iterable[tuple[int, Chunk]], terms: str) -> Iterator[str]:
+    """What ranks must have in common before their first collective, a line each: ``terms`` (mode, tier), then the sequence:
+    which rank reads which bytes of which tensors."""
     yield terms
     for rank, chunk in order:
         yield f"chunk of {chunk.file} at {chunk.start} to {chunk.stop} from rank {rank}"
@@ -214,7 +213,7 @@ def resident_chunks(sizes: Sequence[int], depth: int) -> int:
 
 
 def narrowed(delivery: Delivery, box: Box) -> Delivery | None:
-    """The part of ``delivery`` that lies in the rows of ``box``, a piece of its tensor; None where nothing does."""
+    """The part of ``delivery`` in the rows of ``box``, a piece of its tensor; None where there is none."""
     raw = delivery.raw_box
     if not raw:
         return delivery
@@ -241,14 +240,14 @@ def _message_bytes(chunk_bytes: int) -> int:
 
 
 def local_chunks(plan: LoadPlan, mode: StackedMode, most_bytes: int) -> tuple[Chunk, ...]:
-    """What one rank reads for itself, in order."""
+    """One rank's chunks, in order."""
     small = _message_bytes(most_bytes)
     pieces = local_pieces(plan, splits(plan.slots, mode), small)
     return tuple(chunks(messages(pieces, small, experts_alone=False), most_bytes))
 
 
 def group_order(plan: LoadPlan, mode: StackedMode, most_bytes: int, world: int) -> tuple[tuple[int, Chunk], ...]:
-    """What a group of ``world`` ranks reads and passes on, with the rank that reads it, in order; the same on all ranks."""
+    """The chunks of a group of ``world`` ranks, each with the rank that reads it, in order; the same on all ranks."""
     small = _message_bytes(most_bytes)
     pieces = common_pieces(plan, splits(plan.slots, mode), small)
     parts = chunks(messages(pieces, small, experts_alone=True), most_bytes)

@@ -18,12 +18,13 @@ import torch
 from rtp_llm.config.load import StackedMode
 from rtp_llm.plan.boxes import whole
 from rtp_llm.plan.plan import LoadPlan
-from rtp_llm.transport.fastsafetensors.failure import FastsafetensorsFailure, Witness
-from rtp_llm.transport.fastsafetensors.hand import Hand
-from rtp_llm.transport.fastsafetensors.local import Ending, Means, settled
+from rtp_llm.transport.fastsafetensors.config import ReaderContext
+from rtp_llm.transport.fastsafetensors.dispatch import Dispatcher
+from rtp_llm.transport.fastsafetensors.failure import FailureDiagnoser, FastsafetensorsFailure
+from rtp_llm.transport.fastsafetensors.local import Closing, settled
 from rtp_llm.transport.fastsafetensors.probe import PACKAGE, Capabilities
-from rtp_llm.transport.fastsafetensors.sequence import Chunk, Message, Piece, Split, splits
-from rtp_llm.transport.interface import Moved, Progress, Sink, Transport
+from rtp_llm.transport.fastsafetensors.sequence import Chunk, FilePiece, Message, Split, splits
+from rtp_llm.transport.interface import Progress, Sink, TransferStats, Transport
 
 #: Between a stacked tensor's name and an expert's number in the keys that a wheel is told to make; in no tensor's name.
 _MARK = "\x1f"
@@ -41,8 +42,8 @@ class WholeTransport:
 
     name = "fastsafetensors"
 
-    def __init__(self, means: Means, capabilities: Capabilities, mode: StackedMode, free_bytes: int, rest: Transport) -> None:
-        self._means, self._capabilities, self._mode = means, capabilities, mode
+    def __init__(self, context: ReaderContext, capabilities: Capabilities, mode: StackedMode, free_bytes: int, rest: Transport) -> None:
+        self._context, self._capabilities, self._mode = context, capabilities, mode
         self._free_bytes, self._rest = free_bytes, rest
 
     def staging_bytes(self, plan: LoadPlan) -> int:
@@ -51,39 +52,39 @@ class WholeTransport:
         for tensor in plan.catalog.tensors:
             files[tensor.file] += tensor.nbytes
         sizes = [files[name] for name in sorted(files)]
-        depth = self._means.config.depth
+        depth = self._context.config.depth
         most = max((sum(sizes[i : i + depth]) for i in range(len(sizes))), default=0)
         return most + max((t.nbytes for t in plan.catalog.tensors), default=0)
 
-    def deliver(self, plan: LoadPlan, sink: Sink, progress: Progress, check: Callable[[], None]) -> Moved:
-        hand = Hand(plan, sink, self._means.device)
-        witness = Witness(self._means.directory, plan.catalog.files)
+    def deliver(self, plan: LoadPlan, sink: Sink, progress: Progress, check: Callable[[], None]) -> TransferStats:
+        dispatcher = Dispatcher(plan, sink, self._context.device)
+        diagnoser = FailureDiagnoser(self._context.directory, plan.catalog.files)
         for file in plan.catalog.files:
-            witness.about(Chunk(file.name, 0, file.size, (_nothing(plan, file.name),)))
+            diagnoser.about(Chunk(file.name, 0, file.size, (_nothing(plan, file.name),)))
         stacked = self._stacked(plan)
-        with witness.watching():
+        with diagnoser.watching():
             loader = self._open(plan, stacked)
         got: set[tuple[str, int]] = set()
-        with Ending(loader.close, witness):
+        with Closing(loader.close, diagnoser):
             self._fits(loader, plan)
             weights = iter(loader.iterate_weights())
             while True:
-                with witness.watching():
+                with diagnoser.watching():
                     item = next(weights, None)
                 if item is None:
                     break
                 check()
-                progress.advance(self._take(hand, stacked, got, *item))
-                settled(self._means.device)
+                progress.advance(self._take(dispatcher, stacked, got, *item))
+                settled(self._context.device)
                 del item
             del weights
         read = sum(t.nbytes for t in plan.catalog.tensors)
         left = tuple(d for d in plan.deliveries if d.nbytes and not _came(d.tensor.name, d.raw_box, got))
         if not left:
-            return Moved(read, hand.kept_bytes, 0, hand.kept_bytes)
+            return TransferStats(read, dispatcher.kept_bytes, 0, dispatcher.kept_bytes)
         rest = self._rest.deliver(replace(plan, deliveries=left), sink, progress, check)
-        placed = hand.kept_bytes + rest.bytes_placed
-        return Moved(read + rest.bytes_read, hand.kept_bytes + rest.bytes_copied, len(left), placed)
+        placed = dispatcher.kept_bytes + rest.bytes_placed
+        return TransferStats(read + rest.bytes_read, dispatcher.kept_bytes + rest.bytes_copied, len(left), placed)
 
     def _stacked(self, plan: LoadPlan) -> Mapping[str, str]:
         """Stacked tensors that the wheel is to split, with the template of the keys it is to make."""
@@ -93,12 +94,12 @@ class WholeTransport:
         return {raw: _escaped(raw) + _MARK + "{expert_id}" for raw, kind in kinds.items() if kind is Split.EXPERTS}
 
     def _open(self, plan: LoadPlan, stacked: Mapping[str, str]) -> Any:
-        options: dict[str, object] = {"device": str(self._means.device)}
+        options: dict[str, object] = {"device": str(self._context.device)}
         if self._capabilities.copyout_filter is not None:
             options[self._capabilities.copyout_filter] = frozenset(_keys(plan, stacked)).__contains__
         if self._capabilities.stacked_split is not None and stacked:
             options[self._capabilities.stacked_split] = dict(stacked)
-        paths = [os.path.join(self._means.directory, f.name) for f in plan.catalog.files]
+        paths = [os.path.join(self._context.directory, f.name) for f in plan.catalog.files]
         return importlib.import_module(PACKAGE).AutoLoader(None, paths, **options)
 
     def _fits(self, loader: Any, plan: LoadPlan) -> None:
@@ -110,14 +111,14 @@ class WholeTransport:
             raise FastsafetensorsFailure(f"its own estimate is {needed} bytes, and {self._free_bytes} are free")
 
     @staticmethod
-    def _take(hand: Hand, stacked: Mapping[str, str], got: set[tuple[str, int]], key: str, tensor: torch.Tensor) -> int:
+    def _take(dispatcher: Dispatcher, stacked: Mapping[str, str], got: set[tuple[str, int]], key: str, tensor: torch.Tensor) -> int:
         name, mark, number = key.partition(_MARK)
         if not mark:
             got.add((name, -1))
-            return hand.take_whole(name, tensor)
+            return dispatcher.take_whole(name, tensor)
         expert = int(number)
         got.add((name, expert))
-        return hand.take_expert(name, expert, tensor)
+        return dispatcher.take_expert(name, expert, tensor)
 
 
 def _came(name: str, raw_box: tuple[tuple[int, int], ...], got: set[tuple[str, int]]) -> bool:
@@ -138,4 +139,4 @@ def _escaped(name: str) -> str:
 def _nothing(plan: LoadPlan, file: str) -> Message:
     """Stands for all of a file, to say which tensor comes first where it cannot be read."""
     first = min((t for t in plan.catalog.tensors if t.file == file), key=lambda t: t.start)
-    return Message((Piece(first, whole(first.shape), first.start, first.stop, Split.NEVER),))
+    return Message((FilePiece(first, whole(first.shape), first.start, first.stop, Split.NEVER),))

@@ -1,11 +1,9 @@
-"""What is read together: a plan's deliveries in file order, as pieces of work that fit a staging buffer.
+"""Cuts a plan's deliveries, in file order, into pieces of work that fit a staging buffer.
 
 Bytes are read by vectored calls (``preadv``), which scatter wanted bytes to their places and the bytes between them to a
-scrap buffer.  So small neighbours cost one call together, and the columns of a row-parallel matrix cost one call for
-hundreds of rows instead of one for each row.
+scrap buffer.  So small neighbours share one call, and the columns of a row-parallel matrix take one call for hundreds of rows.
 
-Everything that takes Python more than a few additions is done here, by the thread that waits for the readers: they share one
-interpreter lock, which at 45 GB/s has 180 microseconds for each 8 MiB.
+This thread does the arithmetic: readers share one interpreter lock, which at 45 GB/s has 180 microseconds for each 8 MiB.
 """
 
 from __future__ import annotations
@@ -20,21 +18,21 @@ from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.plan.ranges import Runs, byte_runs
 from rtp_llm.transport.interface import Memory, Place
 
-#: Unwanted bytes between tensors that may be read with them, as a part of the wanted ones: a rank that reads its experts
-#: reads no more than this of the others'.
+#: Gaps between tensors are read over if they add at most this share of the wanted bytes: a rank reads no more of other
+#: ranks' experts.
 MAX_OVERREAD = 0.02
 #: Linux takes at most 1,024 buffers in one call (UIO_MAXIOV); between two wanted ones lies a scrap buffer.
 MAX_RUNS = 512
 #: Parts begin at multiples of this in a staging buffer, so that they can be viewed in any dtype.
 ALIGNMENT = 64
-#: Small is what takes less than this part of a buffer: a call and a transfer of its own would cost more than the bytes.
+#: A piece below this part of a buffer is small: a call and a transfer of its own would cost more than its bytes.
 _SMALL = 8
-#: Small pieces that share a buffer: of more than that, one reader would bring the last ones alone.
-MAX_BUNDLE = 32
+#: Small pieces that share a buffer, at most: with more, one reader would read the last ones alone.
+MAX_BATCH = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class ContiguousRead:
     """``nbytes`` of a file from byte ``start``, for ``memory[at : at + nbytes]``."""
 
     tensor: TensorInfo
@@ -49,9 +47,8 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Comb:
-    """``count`` runs of ``length`` bytes, ``stride`` apart, from byte ``start``, for ``memory[at : at + nbytes]``, in which they
-    lie end to end."""
+class StridedRead:
+    """``count`` runs of ``length`` bytes, ``stride`` apart, from byte ``start``; end to end in ``memory[at : at + nbytes]``."""
 
     tensor: TensorInfo
     start: int
@@ -76,11 +73,11 @@ class Comb:
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
-    """Small pieces of one file that lie too far apart to be read by one call (an expert's scales, between its weights), and that
-    share a staging buffer and the call that brings them to a device."""
+class ReadBatch:
+    """Small pieces of one file, too far apart for one call (an expert's scales, between its weights).  They share a staging
+    buffer and the call that copies them to a device."""
 
-    pieces: tuple[Stretch | Comb, ...]
+    pieces: tuple[ContiguousRead | StridedRead, ...]
 
     @property
     def nbytes(self) -> int:
@@ -117,8 +114,8 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Extents of one file, in order, that are read together (several only if each is one run), and, for each that goes
-    there as it is, its place."""
+    """Extents of one file, in order, read together (several only if each is one run).  ``places``: None for one that is
+    converted on the way."""
 
     extents: tuple[Extent, ...]
     places: tuple[Place | None, ...]
@@ -137,12 +134,12 @@ class Block:
         return sum(e.staged for e in self.extents)
 
 
-Piece: TypeAlias = Stretch | Comb | Block
-Work: TypeAlias = Piece | Bundle
+Piece: TypeAlias = ContiguousRead | StridedRead | Block
+Work: TypeAlias = Piece | ReadBatch
 
 
 def spans_of(sizes: Iterable[int]) -> list[tuple[int, int]]:
-    """Where parts of these bytes lie in a staging buffer: (first byte, bytes)."""
+    """Where parts of these sizes lie in a staging buffer: (first byte, bytes)."""
     spans, at = [], 0
     for nbytes in sizes:
         spans.append((at, nbytes))
@@ -163,21 +160,21 @@ def extent_of(part: Delivery) -> Extent:
 
 
 def work_of(plan: LoadPlan, direct: Callable[[Delivery], Place | None], most_bytes: int, most_gap: int) -> Iterator[Work]:
-    """A plan's deliveries as work that needs at most ``most_bytes`` of staging (a delivery that cannot be divided may
-    need more), in file order but for small pieces, which wait until they are some.
+    """A plan's deliveries as work of at most ``most_bytes`` of staging each; an indivisible delivery may need more.
 
-    ``direct`` is the sink's: deliveries with a flat place become stretches and combs; those without, and small neighbours,
-    become blocks.  ``most_gap`` is how many unwanted bytes between the rows of a matrix are read rather than skipped.
+    In file order, except that small pieces wait for a batch.  ``direct`` is the sink's: deliveries with a flat place become
+    contiguous and strided reads; those without, and small neighbours, become blocks.  Gaps between the rows of a matrix of up to
+    ``most_gap`` bytes are read over.
     """
     room = max(ALIGNMENT, most_bytes // ALIGNMENT * ALIGNMENT)
-    small: list[Stretch | Comb] = []
+    small: list[ContiguousRead | StridedRead] = []
     staged = 0
     for piece in _pieces(plan, direct, room, most_gap):
         joins = not isinstance(piece, Block) and piece.nbytes < room // _SMALL
         other_file = bool(small) and piece.file != small[0].file
-        full = joins and (len(small) == MAX_BUNDLE or staged + _aligned(piece.nbytes) > room)
+        full = joins and (len(small) == MAX_BATCH or staged + _aligned(piece.nbytes) > room)
         if small and (other_file or full):
-            yield _bundle(small)
+            yield _batch(small)
             small, staged = [], 0
         if isinstance(piece, Block) or not joins:
             yield piece
@@ -185,11 +182,11 @@ def work_of(plan: LoadPlan, direct: Callable[[Delivery], Place | None], most_byt
             small.append(piece)
             staged += _aligned(piece.nbytes)
     if small:
-        yield _bundle(small)
+        yield _batch(small)
 
 
-def _bundle(small: list[Stretch | Comb]) -> Stretch | Comb | Bundle:
-    return small[0] if len(small) == 1 else Bundle(tuple(small))
+def _batch(small: list[ContiguousRead | StridedRead]) -> ContiguousRead | StridedRead | ReadBatch:
+    return small[0] if len(small) == 1 else ReadBatch(tuple(small))
 
 
 def _pieces(plan: LoadPlan, direct: Callable[[Delivery], Place | None], room: int, most_gap: int) -> Iterator[Piece]:
@@ -199,7 +196,7 @@ def _pieces(plan: LoadPlan, direct: Callable[[Delivery], Place | None], room: in
     for delivery in plan.deliveries:
         extent, place = extent_of(delivery), direct(delivery)
         if not extent.runs.length:
-            continue  # the box of a rank whose share is empty, or an empty tensor: nothing to read or to write
+            continue  # an empty tensor, or a rank's empty share: nothing to read
         assert place is None or place.nbytes == extent.nbytes, f"{delivery.slot}: {extent.nbytes} bytes for {place.nbytes}"
         stream = [] if place is None else _streamed(extent, place, room, most_gap)
         if stream:
@@ -220,16 +217,16 @@ def _pieces(plan: LoadPlan, direct: Callable[[Delivery], Place | None], room: in
         yield _block(pending)
 
 
-def _block(pending: list[tuple[Extent, Place | None]]) -> Stretch | Block:
-    """What is read together; one run alone that has a flat place needs no more than a stretch does."""
+def _block(pending: list[tuple[Extent, Place | None]]) -> ContiguousRead | Block:
+    """The work for pending extents; a single run with a flat place is a contiguous read."""
     (extent, place), *more = pending
     if place is not None and not more and not extent.runs.steps:
-        return Stretch(extent.part.tensor, extent.first, place.memory, place.at, extent.nbytes)
+        return ContiguousRead(extent.part.tensor, extent.first, place.memory, place.at, extent.nbytes)
     return Block(tuple(e for e, _ in pending), tuple(p for _, p in pending))
 
 
 def _joins(pending: list[tuple[Extent, Place | None]], wanted: int, extent: Extent) -> bool:
-    """Whether an extent can be read by the same call as those before it, which are ``wanted`` bytes."""
+    """Whether the call that reads the pending extents, ``wanted`` bytes, can also read this one."""
     first, last = pending[0][0], pending[-1][0]
     wanted += extent.nbytes
     return (
@@ -244,15 +241,15 @@ def _joins(pending: list[tuple[Extent, Place | None]], wanted: int, extent: Exte
     )
 
 
-def _streamed(extent: Extent, place: Place, most_bytes: int, most_gap: int) -> list[Stretch | Comb]:
-    """A delivery with a flat place as stretches or combs of at most ``most_bytes``; nothing for one that is better read in
-    blocks: a small one, with its neighbours, or one whose runs are not evenly spaced, or lie too far apart."""
+def _streamed(extent: Extent, place: Place, most_bytes: int, most_gap: int) -> list[ContiguousRead | StridedRead]:
+    """A delivery with a flat place as contiguous or strided reads of at most ``most_bytes``; empty if it belongs into a block:
+    small, or with runs that are unevenly spaced or too far apart."""
     tensor, length, steps = extent.part.tensor, extent.runs.length, extent.runs.steps
     if not steps:
         if extent.nbytes < most_bytes // _SMALL:
             return []
         return [
-            Stretch(tensor, extent.first + at, place.memory, place.at + at, min(most_bytes, extent.nbytes - at))
+            ContiguousRead(tensor, extent.first + at, place.memory, place.at + at, min(most_bytes, extent.nbytes - at))
             for at in range(0, extent.nbytes, most_bytes)
         ]
     (count, stride), *outer = steps
@@ -260,6 +257,6 @@ def _streamed(extent: Extent, place: Place, most_bytes: int, most_gap: int) -> l
         return []
     rows = min(most_bytes // length, count)
     return [
-        Comb(tensor, extent.first + row * stride, length, stride, min(rows, count - row), place.memory, place.at + row * length)
+        StridedRead(tensor, extent.first + row * stride, length, stride, min(rows, count - row), place.memory, place.at + row * length)
         for row in range(0, count, rows)
     ]

@@ -1,7 +1,7 @@
 """Open files of a checkpoint, read by position.
 
-``pread`` rather than loads from a map: a file that is cut while it is mapped kills the process (SIGBUS), and page faults over a
-network file system are an order of magnitude slower than reads.  For cached rows of a matrix the kernel copies from a map (:mod:`.gather`).
+``pread``, not loads from a map: truncating a mapped file kills the process (SIGBUS), and page faults over a network file system
+are an order of magnitude slower than reads.  For cached rows of a matrix the kernel copies from a map (:mod:`.gather`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rtp_llm.errors import Problem, TransportError
 from rtp_llm.transport.faults import TransportFault
 from rtp_llm.transport.scratch.gather import Mapped
 
-#: What lies between runs is read along where it is less than a quarter of them: page faults would cost more.
+#: Gaps below a quarter of a run are read over: page faults would cost more.
 _WORTH = 4
 
 
@@ -43,7 +43,7 @@ class Files:
         """Fills ``buffers``, at most 1,024 and ``goal`` bytes together, one after another with the bytes of ``tensor``'s file
         from offset ``start``.
 
-        ``tensor`` is what messages name: the first whose bytes are read.
+        Errors name ``tensor``, the first whose bytes are read.
 
         Raises:
             TransportError: naming file and tensor, where the file ends early, has changed, or the system reports an
@@ -55,7 +55,7 @@ class Files:
             descriptor = self._descriptor
             got = os.preadv(descriptor, buffers, start)
             while got < goal:
-                # The rest of a call that the kernel cut short: at 2 GiB, at a signal, or at the end of the file.
+                # The kernel cuts a call short at 2 GiB, at a signal, or at the end of the file.
                 more = os.preadv(descriptor, _behind(buffers, got), start + got)
                 if more == 0:
                     raise TransportError(_short(tensor, start + goal, start + got))
@@ -64,8 +64,8 @@ class Files:
             raise TransportError(_refused(tensor, goal, error)) from error
 
     def gather(self, tensor: TensorInfo, start: int, stride: int, length: int, into: memoryview) -> bool:
-        """Fills ``into`` with runs of ``length`` bytes, ``stride`` apart, from offset ``start`` of ``tensor``'s file, if that can be
-        done without reading what lies between (:meth:`.Mapped.gather`); says whether it was.
+        """Fills ``into`` with runs of ``length`` bytes, ``stride`` apart, from offset ``start`` of ``tensor``'s file, without reading
+        the gaps (:meth:`.Mapped.gather`); returns False where that is not possible.
 
         Raises:
             TransportError: the file has changed, or the system reports an error.
@@ -112,7 +112,7 @@ class Files:
 
 
 def _behind(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of ``buffers`` when ``done`` bytes of them are filled."""
+    """The rest of ``buffers`` after their first ``done`` bytes."""
     left = []
     for buffer in buffers:
         if done < len(buffer):

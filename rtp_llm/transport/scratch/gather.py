@@ -1,11 +1,11 @@
-"""Runs of a file that lie apart, copied out of the page cache by the kernel, without what lies between them.
+"""Copies evenly spaced runs of a file out of the page cache, without the gaps between them.
 
-A rank's part of a row-parallel matrix is a piece of every row.  ``preadv`` has to copy the other ranks' pieces too, or to be called for
-each row.  Through a map of the file only the wanted bytes are touched; but a file that is cut while it is mapped kills whoever
-loads from the map (SIGBUS).  So the process does not: ``process_vm_writev(2)``, from the map to its own memory, has the kernel load,
-which ends in ``EFAULT`` instead, and takes up to 1,024 runs a call.
+A rank's part of a row-parallel matrix is a part of every row.  ``preadv`` copies the other ranks' parts too, or takes a call for
+each row.  A map of the file touches only wanted bytes, but loading from the map of a truncated file kills the process (SIGBUS).
+So the kernel loads: ``process_vm_writev(2)`` from the map to the process's own memory ends in ``EFAULT`` instead, and takes up to
+1,024 runs a call.
 
-Only what is cached is copied in this way: page faults read ahead worse than reads do.
+Only for cached files: page faults read ahead worse than reads do.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import numpy as np
 
 #: Linux takes at most so many pieces in one call (UIO_MAXIOV).
 _MAX_RUNS = 1024
-#: Bytes of a stretch for each place of it that is asked for: files are read, and dropped, in longer pieces.
+#: Bytes for each page that is probed: the page cache fills and drops files in longer pieces.
 _SAMPLE_BYTES = 4 << 20
 #: A read that is to fail rather than wait for the disk (preadv2(2)); None in a Python that was built with an older C library.
 _NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)
 
 
 class Mapped:
-    """An open file of ``size`` bytes, mapped to be read where that can be had; the descriptor stays its owner's."""
+    """An open file of ``size`` bytes, mapped for reading where possible; the caller owns the descriptor."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self._descriptor = descriptor
@@ -41,14 +41,14 @@ class Mapped:
         self.close()
 
     def close(self) -> None:
-        """Nothing is mapped any more."""
-        self._bytes = None  # which alone holds the map
+        """Unmaps the file."""
+        self._bytes = None  # the only reference to the map
 
     def gather(self, start: int, stride: int, length: int, into: memoryview) -> bool:
         """Fills ``into``, a multiple of ``length`` bytes, with runs of ``length`` bytes, ``stride`` apart, from byte ``start`` of the file.
 
-        Returns whether that was done.  If not, whoever reads the file learns why: it is not cached, or cut, or the disk has an error, or
-        it cannot be mapped, or this kernel (or what guards this container) does not allow the call; ``into`` may hold anything then.
+        Returns False where that is not possible, and ``into`` may hold anything; a read then finds the reason.  The file is not
+        cached, not mapped or truncated, the disk has an error, or the kernel or the container forbids the call.
 
         Raises:
             OSError: the file's size cannot be had.
@@ -67,11 +67,11 @@ class Mapped:
             place = np.array((target + first * length, some * length), np.uint64)
             if self._call(os.getpid(), runs.ctypes.data, some, place.ctypes.data, 1, 0) != some * length:
                 return False
-        # Of a file that was cut meanwhile, the rest of its last page reads as zeros.
+        # The rest of the last page of a truncated file reads as zeros.
         return os.fstat(self._descriptor).st_size >= stop
 
     def _cached(self, start: int, stop: int) -> bool:
-        """Whether a stretch is in the page cache, by samples."""
+        """Whether bytes ``[start, stop)`` are in the page cache, by samples."""
         if _NOWAIT is None:
             return False
         try:
@@ -82,8 +82,8 @@ class Mapped:
 
 
 def _mapped(descriptor: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]] | None:
-    """A file's bytes; None where it cannot be mapped, which does not keep it from being read: a file system without maps, no address space
-    or no descriptor left (mmap keeps one of its own), or a file that is shorter by now."""
+    """A file's bytes; None where mapping fails, though reads may not: no maps in the file system, no address space or descriptor
+    left (mmap keeps one of its own), or a file that is shorter by now."""
     try:
         return np.frombuffer(mmap.mmap(descriptor, size, prot=mmap.PROT_READ), np.uint8)
     except (OSError, ValueError):

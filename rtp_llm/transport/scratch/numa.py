@@ -1,7 +1,7 @@
-"""CPUs that are near a GPU: those of the NUMA node at which its PCI slot hangs.
+"""CPUs that are near a GPU: those of the NUMA node of its PCI slot.
 
-On a host of several nodes a copy to a GPU from another node's memory crosses the link between the processors.  Memory lies where
-it is touched first: so a thread that stays on near CPUs also has near buffers.  (Formats: sysfs-bus-pci, sysfs-devices-node, cpuset(7).)
+On a host of several nodes, a copy from another node's memory crosses the link between the processors.  Memory lies on the node
+that touches it first, so a thread on near CPUs also has near buffers.  (Formats: sysfs-bus-pci, sysfs-devices-node, cpuset(7).)
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ _SYSFS = Path("/sys")
 
 
 def near_cpus(device: torch.device, sysfs: Path = _SYSFS) -> frozenset[int] | None:
-    """Those of the CPUs that this thread may use that are near ``device``, a CUDA device.
+    """The CPUs near ``device``, a CUDA device, that this thread may use.
 
-    None where there is nothing to choose: a single node, a node that the system does not name (as in most virtual machines), or one of
-    which this thread may not use a CPU.
+    None where there is no choice: a single node, one that the system does not name (most virtual machines), or no CPU of it allowed.
     """
     slot = _slot(device)
     node = -1 if slot is None else _number(sysfs / "bus/pci/devices" / slot / "numa_node")

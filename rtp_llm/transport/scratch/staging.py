@@ -23,40 +23,40 @@ _HUGE_PAGE = 2 << 20
 
 
 def staging_bytes(device_type: str, threads: int, buffer_bytes: int) -> int:
-    """What all threads' buffers take on the host, and at most on the device for parts that are cast or gathered there."""
+    """Bytes of all threads' buffers on the host; parts that are cast or gathered on the device take at most as much there."""
     return threads * buffer_bytes * (CUDA_BUFFERS if device_type == "cuda" else 1)
 
 
 @dataclass(slots=True)
-class Slot:
-    """A buffer: as a flat ``uint8`` tensor, as bytes to read into, and the lists of its parts that were read into before,
-    by (length of a run, gap)."""
+class PinnedBuffer:
+    """A buffer, pinned for CUDA: as a flat ``uint8`` tensor, and as bytes to read into.  ``buffer_lists``: its parts for earlier
+    strided reads, by (length of a run, gap)."""
 
     tensor: torch.Tensor
     event: torch.cuda.Event | None = None
     bytes: memoryview = field(init=False)
-    combs: dict[tuple[int, int], list[memoryview]] = field(default_factory=dict)
+    buffer_lists: dict[tuple[int, int], list[memoryview]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.bytes = self.tensor.numpy().data
 
 
 class Staging:
-    """Hands out buffers.  On the CPU there is one, allocated on first use, since a load that goes straight into parameters needs
-    none; for CUDA there are :data:`CUDA_BUFFERS`, in ``pinned`` memory.
+    """One thread's buffers.  CPU: one, allocated on first use, since reads straight into parameters need none.  CUDA:
+    :data:`CUDA_BUFFERS`, in ``pinned`` memory.
 
-    Within its context the thread's current stream is one of its own.
+    Inside its context the thread has a CUDA stream of its own.
     """
 
     def __init__(self, device: torch.device, buffer_bytes: int, pinned: torch.Tensor | None = None) -> None:
         self._buffer_bytes = buffer_bytes
-        self._slots: list[Slot] = []
+        self._buffers: list[PinnedBuffer] = []
         self._turn = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._current = torch.cuda.stream(self._stream)  # does nothing for None
         if pinned is not None:
             parts = torch.split(pinned, buffer_bytes)[:CUDA_BUFFERS]
-            self._slots = [Slot(part, torch.cuda.Event()) for part in parts]  # type: ignore[no-untyped-call]
+            self._buffers = [PinnedBuffer(part, torch.cuda.Event()) for part in parts]  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Staging:
         self._current.__enter__()  # type: ignore[no-untyped-call]
@@ -68,35 +68,34 @@ class Staging:
                 self._stream.synchronize()
         finally:
             self._current.__exit__(kind, error, trace)
-            self._slots.clear()
+            self._buffers.clear()
 
-    def take(self, nbytes: int) -> Slot:
-        """A buffer of at least ``nbytes`` whose earlier content has left it; to be given back by :meth:`give`."""
+    def take(self, nbytes: int) -> PinnedBuffer:
+        """A buffer of at least ``nbytes``, free of earlier copies; return it by :meth:`give`."""
         if nbytes > self._buffer_bytes:
-            # A tensor that is read whole: a buffer of its own, gone as soon as it is placed.
-            return Slot(torch.empty(nbytes, dtype=torch.uint8))
-        if not self._slots:
-            self._slots = [Slot(torch.empty(self._buffer_bytes, dtype=torch.uint8))]
-        self._turn = (self._turn + 1) % len(self._slots)
-        slot = self._slots[self._turn]
-        if slot.event is not None:
-            slot.event.synchronize()
-        return slot
+            # A tensor that is read whole has a buffer of its own, freed once it is placed.
+            return PinnedBuffer(torch.empty(nbytes, dtype=torch.uint8))
+        if not self._buffers:
+            self._buffers = [PinnedBuffer(torch.empty(self._buffer_bytes, dtype=torch.uint8))]
+        self._turn = (self._turn + 1) % len(self._buffers)
+        buffer = self._buffers[self._turn]
+        if buffer.event is not None:
+            buffer.event.synchronize()
+        return buffer
 
-    def give(self, slot: Slot) -> None:
-        """Ends the use of a buffer.  What is copied from it goes through the current stream, and may still be under way."""
-        if slot.event is not None:
-            slot.event.record(self._stream)
+    def give(self, buffer: PinnedBuffer) -> None:
+        """Returns a buffer.  Copies from it may still be queued on the current stream."""
+        if buffer.event is not None:
+            buffer.event.record(self._stream)
         elif self._stream is not None:
             self._stream.synchronize()
 
 
 class Pinned:
-    """Page-locked memory of a team, made of huge pages: each thread touches its part, and whoever is last locks all of it.
+    """Page-locked memory of a pool, in huge pages: each thread touches its part, and the last one locks all of it.
 
-    Locking half a gigabyte takes 0.3 s by ``cudaHostAlloc`` and 0.04 s this way with 16 threads (measured on an H200), since there
-    are 512 times fewer pages to lock and the threads zero them side by side.  One call for all, since such calls wait for each
-    other, and each takes its turn at the interpreter's lock besides.
+    Locking half a gigabyte takes 0.3 s by ``cudaHostAlloc`` and 0.04 s this way with 16 threads (measured on an H200): there are
+    512 times fewer pages to lock, and threads zero them side by side.  One call locks all, since such calls wait for each other.
     """
 
     def __init__(self, threads: int, buffer_bytes: int) -> None:
@@ -108,7 +107,7 @@ class Pinned:
         self._locked: Future[None] = Future()
 
     def touch(self, number: int) -> None:
-        """Makes part ``number`` be there; each thread calls it once, for its own."""
+        """Allocates the pages of part ``number``; each thread calls it once, for its own."""
         _touch(self.parts[number])
         with self._lock:
             self._untouched -= 1
@@ -118,27 +117,27 @@ class Pinned:
             return
         try:
             self._register()
-        # Those who wait for it learn of it, and tell.
+        # The threads that wait for it raise it.
         except BaseException as error:  # noqa: BLE001
             self._locked.set_exception(error)
         else:
             self._locked.set_result(None)
 
     def give_up(self) -> None:
-        """One thread will not touch its part: the others are not to wait for it."""
+        """Called by a thread that will not touch its part: ends the wait of the others."""
         self._locked.cancel()
 
     def wait(self) -> None:
-        """Until all is locked.
+        """Waits until all is locked.
 
         Raises:
             TransportError: ``LOCK_REFUSED``.
-            CancelledError: a thread gave up; its error is the one to tell.
+            CancelledError: a thread gave up; its own error is the cause.
         """
         self._locked.result()
 
     def release(self) -> None:
-        """Unlocks the memory, if it was locked, and keeps it from being locked later; nothing may be copying from it."""
+        """Unlocks the memory, or prevents a later lock; no copy from it may be under way."""
         if not self._locked.cancel() and self._locked.exception() is None:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr())))  # type: ignore[no-untyped-call]
 
@@ -151,7 +150,7 @@ class Pinned:
 
 
 def _refused(nbytes: int, threads: int, error: torch.cuda.CudaError) -> TransportError:
-    # CUDA says "out of memory" whoever set the limit, be it the process's, a container's or the driver's own.
+    # CUDA reports "out of memory" for every limit: the process's, a container's, or the driver's own.
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
     problem = Problem(
@@ -166,7 +165,7 @@ def _refused(nbytes: int, threads: int, error: torch.cuda.CudaError) -> Transpor
 
 
 def in_huge_pages(nbytes: int) -> torch.Tensor:
-    """``uint8`` memory of its own, in huge pages where the system has some, all of which are there: touched by this thread."""
+    """New ``uint8`` memory, in huge pages where the system has some, touched by this thread."""
     memory = _huge_pages(nbytes)
     _touch(memory)
     return memory
@@ -183,5 +182,5 @@ def _huge_pages(nbytes: int) -> torch.Tensor:
 
 
 def _touch(memory: torch.Tensor) -> None:
-    # A byte of each page, by numpy: zero_ would start as many threads as there are CPUs for each thread that calls it.
+    # A byte of each page, by numpy: zero_ would start a thread for each CPU, in every caller.
     memory.numpy()[:: mmap.PAGESIZE] = 0

@@ -14,7 +14,7 @@ from rtp_llm.transport.policy import Facts, asked_for, compares, decide, decided
 #: A checkpoint of 100 GB on one host's disk, none of it cached, for one GPU.
 COLD = Facts(
     all_safetensors=True,
-    strangers=False,
+    unindexed=False,
     device_type="cuda",
     ranks=1,
     hosts=1,
@@ -41,7 +41,7 @@ FALLS_BACK: list[tuple[str, str, Facts, Capabilities, str | None, int, str]] = [
     ("unusable, asked", "fastsafetensors", COLD, Capabilities(Tier.UNUSABLE, "OSError: libx"), None, logging.WARNING, "libx"),
     ("too old", "auto", NETWORK, Capabilities(Tier.TOO_OLD, "no AutoLoader"), None, logging.WARNING, "no AutoLoader"),
     ("whole, ranks", "auto", NETWORK, WHOLE, None, logging.WARNING, "whole files to one rank only"),
-    ("whole, strangers", "fastsafetensors", replace(COLD, strangers=True), WHOLE, None, logging.WARNING, "not unique"),
+    ("whole, unindexed", "fastsafetensors", replace(COLD, unindexed=True), WHOLE, None, logging.WARNING, "not unique"),
     ("memory", "auto", replace(COLD, gpudirect=True), BOUNDED, "does not fit", logging.WARNING, "does not fit"),
     ("memory, asked", "fastsafetensors", COLD, BOUNDED, "does not fit", logging.WARNING, "does not fit"),
 ]
@@ -65,7 +65,7 @@ def test_falls_back(asked: str, facts: Facts, capabilities: Capabilities, shorta
         pytest.param("fastsafetensors", COLD, BOUNDED, "fastsafetensors", id="asked for"),
         pytest.param("fastsafetensors", replace(COLD, device_type="cpu"), BOUNDED, "fastsafetensors", id="asked for on the CPU"),
         pytest.param("fastsafetensors", COLD, WHOLE, "fastsafetensors", id="asked for, whole tensors, one rank"),
-        pytest.param("fastsafetensors", replace(COLD, strangers=True), BOUNDED, "fastsafetensors", id="strangers are not read in chunks"),
+        pytest.param("fastsafetensors", replace(COLD, unindexed=True), BOUNDED, "fastsafetensors", id="unindexed are not read in chunks"),
         pytest.param("auto", COLD, BOUNDED, "scratch", id="local disk"),
         pytest.param("auto", replace(COLD, bytes_cold=0, bytes_warm=10**11), BOUNDED, "scratch", id="page cache"),
         pytest.param("auto", replace(COLD, ranks=4, bytes_ranks=2 * 10**11), BOUNDED, "scratch", id="local disk, four ranks"),

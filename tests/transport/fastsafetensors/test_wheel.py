@@ -23,25 +23,25 @@ from rtp_llm.plan.boxes import Box, view
 from rtp_llm.plan.ops import Deinterleave, Op, Transpose
 from rtp_llm.plan.plan import LoadPlan
 from rtp_llm.transport import pagecache
-from rtp_llm.transport.fastsafetensors.config import EffectiveConfig
-from rtp_llm.transport.fastsafetensors.failure import FastsafetensorsFailure, Witness
-from rtp_llm.transport.fastsafetensors.local import LocalTransport, Means, open_chunks
+from rtp_llm.transport.fastsafetensors.config import EffectiveConfig, ReaderContext
+from rtp_llm.transport.fastsafetensors.failure import FailureDiagnoser, FastsafetensorsFailure
+from rtp_llm.transport.fastsafetensors.local import LocalTransport, open_chunks
 from rtp_llm.transport.fastsafetensors.sequence import Split, local_chunks, splits
-from rtp_llm.transport.interface import Moved, Quiet
+from rtp_llm.transport.interface import NoProgress, TransferStats
 from tests.transport.fastsafetensors.plans import Collect, everything, plan_for, rows_of, save_every_dtype
 
 CPU = torch.device("cpu")
 NOGDS = EffectiveConfig(copier="nogds")
 
 
-def means(directory: Path, config: EffectiveConfig = NOGDS, direct: dict[str, bool] | None = None) -> Means:
-    return Means(str(directory), CPU, config, 2, direct or {})
+def reader_context(directory: Path, config: EffectiveConfig = NOGDS, direct: dict[str, bool] | None = None) -> ReaderContext:
+    return ReaderContext(str(directory), CPU, config, 2, direct or {})
 
 
-def deliver(plan: LoadPlan, directory: Path, chunk_bytes: int, config: EffectiveConfig = NOGDS) -> tuple[Collect, Moved]:
+def deliver(plan: LoadPlan, directory: Path, chunk_bytes: int, config: EffectiveConfig = NOGDS) -> tuple[Collect, TransferStats]:
     sink = Collect(plan)
-    transport = LocalTransport(means(directory, config), local_chunks(plan, StackedMode.PER_EXPERT, chunk_bytes))
-    moved = transport.deliver(plan, sink, Quiet(), lambda: None)
+    transport = LocalTransport(reader_context(directory, config), local_chunks(plan, StackedMode.PER_EXPERT, chunk_bytes))
+    moved = transport.deliver(plan, sink, NoProgress(), lambda: None)
     assert moved.bytes_placed == plan.bytes_read
     return sink, moved
 
@@ -139,10 +139,10 @@ def test_nothing_is_left(tmp_path: Path) -> None:
 
     for _ in range(2):
         calls: list[int] = []
-        transport = LocalTransport(means(tmp_path), local_chunks(plan, StackedMode.PER_EXPERT, 100))
+        transport = LocalTransport(reader_context(tmp_path), local_chunks(plan, StackedMode.PER_EXPERT, 100))
         before = set(os.listdir("/proc/self/fd"))
         with pytest.raises(Stop):
-            transport.deliver(plan, Collect(plan), Quiet(), stop)
+            transport.deliver(plan, Collect(plan), NoProgress(), stop)
         gc.collect()
         assert fastsafetensors.live_allocation_count() == 0
         assert not [t for t in threading.enumerate() if "_producer_worker" in t.name]
@@ -179,10 +179,10 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1 << 20)}, tmp_path / "model.safetensors")
     plan = plan_for(tmp_path, everything)
     chunks = local_chunks(plan, StackedMode.PER_EXPERT, 1 << 23)
-    witness = Witness(str(tmp_path), plan.catalog.files)
-    witness.about(chunks[0])
+    diagnoser = FailureDiagnoser(str(tmp_path), plan.catalog.files)
+    diagnoser.about(chunks[0])
     os.truncate(tmp_path / "model.safetensors", 1000)
-    with pytest.raises(TransportError, match=r"FILE_CHANGED.*found 1000 bytes"), witness.watching():
+    with pytest.raises(TransportError, match=r"FILE_CHANGED.*found 1000 bytes"), diagnoser.watching():
         raise RuntimeError("wait_nogds_read failed")
 
 
@@ -190,9 +190,9 @@ def test_a_failure_with_sound_files_is_the_packages(tmp_path: Path) -> None:
     """And holds no reference to what it raised."""
     save_file({"a": torch.zeros(9)}, tmp_path / "model.safetensors")
     plan = plan_for(tmp_path, everything)
-    witness = Witness(str(tmp_path), plan.catalog.files)
-    witness.about(local_chunks(plan, StackedMode.PER_EXPERT, 1 << 20)[0])
-    with pytest.raises(FastsafetensorsFailure, match="RuntimeError: undefined symbol"), witness.watching():
+    diagnoser = FailureDiagnoser(str(tmp_path), plan.catalog.files)
+    diagnoser.about(local_chunks(plan, StackedMode.PER_EXPERT, 1 << 20)[0])
+    with pytest.raises(FastsafetensorsFailure, match="RuntimeError: undefined symbol"), diagnoser.watching():
         raise RuntimeError("undefined symbol: cuFileRead")
 
 
@@ -210,7 +210,9 @@ def test_direct_reads_leave_the_page_cache_alone(tmp_path: Path, direct: bool, m
     if pagecache.cached_bytes(file) == size:
         pytest.fail("this file system keeps what it was told to drop: run the tests with TMPDIR on a disk")
     chunks = local_chunks(plan, StackedMode.PER_EXPERT, 1 << 20)
-    reader = open_chunks(means(tmp_path, direct={file.name: direct}), chunks, Witness(str(tmp_path), plan.catalog.files), overlap=True)
+    reader = open_chunks(
+        reader_context(tmp_path, direct={file.name: direct}), chunks, FailureDiagnoser(str(tmp_path), plan.catalog.files), overlap=True
+    )
     while reader.next() is not None:
         pass
     reader.close()

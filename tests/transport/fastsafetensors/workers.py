@@ -177,20 +177,19 @@ def rank_dtypes(directory: str, chunk_bytes: int) -> dict[str, Any]:
 
     from rtp_llm.config.load import StackedMode
     from rtp_llm.parallel.world import join_world
-    from rtp_llm.transport.fastsafetensors.config import EffectiveConfig
+    from rtp_llm.transport.fastsafetensors.config import EffectiveConfig, ReaderContext
     from rtp_llm.transport.fastsafetensors.group import GroupTransport
-    from rtp_llm.transport.fastsafetensors.local import Means
     from rtp_llm.transport.fastsafetensors.sequence import group_order
-    from rtp_llm.transport.interface import Quiet
+    from rtp_llm.transport.interface import NoProgress
     from tests.transport.fastsafetensors.plans import Collect, plan_for, rows_of
 
     world = join_world(os.environ, "cpu", 60.0)
     plan = plan_for(Path(directory), rows_of(world.rank, world.size))
-    means = Means(directory, torch.device("cpu"), EffectiveConfig(copier="nogds"), 2, {})
+    context = ReaderContext(directory, torch.device("cpu"), EffectiveConfig(copier="nogds"), 2, {})
     sink = Collect(plan)
     with world.watch() as watch:
         order = group_order(plan, StackedMode.PER_EXPERT, chunk_bytes, world.size)
-        moved = GroupTransport(means, order, "terms", world, watch).deliver(plan, sink, Quiet(), watch.check)
+        moved = GroupTransport(context, order, "terms", world, watch).deliver(plan, sink, NoProgress(), watch.check)
         watch.exchange(b"done")
     assert moved.bytes_placed == plan.bytes_read
     return {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in sink.memory.items()}

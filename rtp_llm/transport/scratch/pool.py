@@ -1,4 +1,4 @@
-"""Reader threads, which get ready while others still plan what they are to read."""
+"""A pool of reader threads, which start while the load is still planned."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from rtp_llm.transport.scratch.staging import Pinned, Staging
 T = TypeVar("T")
 
 
-class Team(Generic[T]):
-    """``threads`` threads with a :class:`Staging` of their own each, for one job.
+class ReaderPool(Generic[T]):
+    """``threads`` threads, each with a :class:`Staging`, for one job.
 
-    They start, and get their buffers, when the context is entered: page-locked memory takes as long as a plan, and takes
-    little of the interpreter's time.  Beside a GPU they stay on CPUs of its NUMA node.  Leaving the context, with or without a job
-    done, ends the threads and gives the buffers back before it returns.
+    Entering the context starts them and allocates their buffers: page-locking takes as long as planning, and little of the
+    interpreter's time.  For a GPU they run on CPUs of its NUMA node.  Leaving the context ends the threads and frees the buffers
+    before it returns.
 
-    Threads and their owner share queues alone, whose calls are whole for an interrupt: of a lock of Python's it could make one that
-    stays locked.
+    SimpleQueue, not Lock: Ctrl-C inside a Python lock can leave it held.
     """
 
     def __init__(self, device: torch.device, threads: int, buffer_bytes: int) -> None:
@@ -37,11 +36,11 @@ class Team(Generic[T]):
         self._pinned: Pinned | None = None
         self._threads: list[threading.Thread] = []
 
-    def __enter__(self) -> Team[T]:
-        if not self._threads:  # whoever has the job enters the context of a team that is ready once more
+    def __enter__(self) -> ReaderPool[T]:
+        if not self._threads:  # the transport enters the context of a pool that has started already
             try:
                 self._start()
-            # An interrupt too: nobody leaves a context that was not entered.
+            # An interrupt too: __exit__ does not run after a failed __enter__.
             except BaseException:
                 self.dismiss()
                 raise
@@ -51,7 +50,7 @@ class Team(Generic[T]):
         self.dismiss()
 
     def dismiss(self) -> None:
-        """Ends the threads; those without a job, which then will not come, leave as soon as their buffers are there."""
+        """Ends the threads; those that wait for a job end once their buffers are allocated."""
         self._over = True
         for _ in range(self._size):
             self._jobs.put(None)
@@ -65,10 +64,10 @@ class Team(Generic[T]):
         """Runs ``job`` once in every thread, and ``meanwhile`` in this one; returns what each thread has returned.
 
         Raises:
-            Exception: the first error of a thread, its own or one of getting its buffers, as soon as it is known, or that of
-                ``meanwhile``.  The others then are still at work: whoever knows the job stops them.
+            Exception: the first error of a thread (of the job, or of its buffers), at once; or that of ``meanwhile``.  The other
+                threads still run: the caller stops their job.
         """
-        assert not self._over, "a team has one job"
+        assert not self._over, "a pool has one job"
         self._over = True
         for _ in range(self._size):
             self._jobs.put(job)
@@ -91,11 +90,11 @@ class Team(Generic[T]):
             if near is not None:
                 os.sched_setaffinity(0, near)  # of this thread (sched_setaffinity(2))
             ended.set_result(self._run(number, pinned))
-        # Whatever it is belongs to the thread that waits.
+        # Every error belongs to the waiting thread.
         except BaseException as error:  # noqa: BLE001
             ended.set_exception(error)
             self._ended.put(ended)
-            # After its error, which is so told before those of threads that then wait no longer.
+            # After the error is queued: errors of threads that give_up wakes come later.
             if pinned is not None:
                 pinned.give_up()
         else:

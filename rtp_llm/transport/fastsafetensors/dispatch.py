@@ -1,4 +1,4 @@
-"""From the bytes of a piece to the deliveries that want them."""
+"""Dispatches the bytes of a piece to the deliveries that want them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.plan.boxes import Box, extent, shift, view
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.transport.fastsafetensors.memory import Wanted
-from rtp_llm.transport.fastsafetensors.sequence import Message, Piece
+from rtp_llm.transport.fastsafetensors.sequence import FilePiece, Message
 from rtp_llm.transport.interface import Sink
 
 
-class Hand:
-    """Places what arrives where one rank's plan wants it, and counts the plan's bytes that have come."""
+class Dispatcher:
+    """Places arriving bytes by one rank's plan; ``kept_bytes`` counts those of the plan."""
 
     def __init__(self, plan: LoadPlan, sink: Sink, device: torch.device) -> None:
         self._sink = sink
@@ -24,19 +24,19 @@ class Hand:
         self._wanted = Wanted(plan)
         for delivery in plan.deliveries:
             if not delivery.nbytes:
-                # No byte of it is in any file.
+                # No file holds a byte of it.
                 dtype = getattr(torch, str(delivery.stored_dtype))
                 sink.place(delivery, torch.empty(extent(delivery.raw_box), dtype=dtype, device=device))
 
     def take(self, message: Message, flat: torch.Tensor) -> int:
-        """Places all that this rank wants of a message's bytes (``uint8``, flat); returns how many those were."""
+        """Places the wanted part of a message's bytes (``uint8``, flat); returns its bytes."""
         wanted: list[tuple[Delivery, torch.Tensor]] = []
         for piece in message.pieces:
             offset = piece.start - message.start
             wanted += self._of_piece(piece, flat[offset : offset + piece.stop - piece.start])
         return self._place(wanted)
 
-    def _of_piece(self, piece: Piece, flat: torch.Tensor) -> Iterator[tuple[Delivery, torch.Tensor]]:
+    def _of_piece(self, piece: FilePiece, flat: torch.Tensor) -> Iterator[tuple[Delivery, torch.Tensor]]:
         content: torch.Tensor | None = None
         for part in self._wanted.of_piece(piece):
             content = as_stored(piece.tensor, piece.box, flat) if content is None else content
@@ -50,11 +50,11 @@ class Hand:
         return nbytes
 
     def take_whole(self, name: str, content: torch.Tensor) -> int:
-        """Places all that this rank wants of a whole tensor; returns how many bytes those were, 0 for an unknown name."""
+        """Places the wanted part of a whole tensor; returns its bytes, 0 for an unknown name."""
         return self._place([(delivery, view(content, delivery.raw_box)) for delivery in self._wanted.by_name.get(name, ())])
 
     def take_expert(self, name: str, expert: int, content: torch.Tensor) -> int:
-        """The same of one expert of a stacked tensor, without the dimension of experts."""
+        """The same for one expert of a stacked tensor, without the dimension of experts."""
         return self._place([(d, view(content, d.raw_box[1:])[None]) for d in self._wanted.by_expert.get((name, expert), ())])
 
 
@@ -68,6 +68,6 @@ def as_stored(tensor: TensorInfo, box: Box, flat: torch.Tensor) -> torch.Tensor:
     assert name is not None, f"{tensor.name}: the plan let {tensor.dtype} through"
     dtype = getattr(torch, name)
     if flat.data_ptr() % dtype.itemsize or flat.storage_offset() % dtype.itemsize:
-        # Headers of odd length put tensors at odd addresses, where a device cannot load their elements.
+        # After a header of odd length, tensors lie at odd addresses, from which a device cannot load.
         flat = flat.clone()
     return flat.view(dtype).view(extent(box))

@@ -24,12 +24,12 @@ from rtp_llm.loader import load as loading
 from rtp_llm.loader.budget import select_transport
 from rtp_llm.loader.context import planning_context
 from rtp_llm.loader.prepare import prepare
-from rtp_llm.transport.interface import Moved
+from rtp_llm.transport.interface import TransferStats
+from rtp_llm.transport.scratch import pool as pool_module
 from rtp_llm.transport.scratch import staging as staging_module
-from rtp_llm.transport.scratch import team as team_module
+from rtp_llm.transport.scratch.pool import ReaderPool
 from rtp_llm.transport.scratch.reader import _Work
 from rtp_llm.transport.scratch.staging import Pinned, Staging, in_huge_pages
-from rtp_llm.transport.scratch.team import Team
 from tests.support.paths import child_env
 from tests.support.tiny import save_tiny_llama
 
@@ -52,11 +52,11 @@ def test_a_job_runs_once_in_every_thread() -> None:
             return super().__enter__()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rtp_llm.transport.scratch.team.Staging", Counting)
-        with Team[tuple[Staging, int]](CPU, 3, 64) as team:
+        patch.setattr("rtp_llm.transport.scratch.pool.Staging", Counting)
+        with ReaderPool[tuple[Staging, int]](CPU, 3, 64) as pool:
             ready.wait(timeout=30)
             assert len(prepared) == len(readers()) == 3
-            with team as again:  # whoever has the job
+            with pool as again:  # whoever has the job
                 done = again.work(lambda staging: (staging, threading.get_ident()))
             assert readers() == []
     assert {id(staging) for staging, _ in done} == {id(staging) for staging in prepared}
@@ -65,11 +65,11 @@ def test_a_job_runs_once_in_every_thread() -> None:
 
 def test_without_a_job_the_threads_end() -> None:
     """Leaving the context is enough, with an error as well as without one."""
-    with pytest.raises(KeyError), Team[int](CPU, 3, 64):
+    with pytest.raises(KeyError), ReaderPool[int](CPU, 3, 64):
         raise KeyError
-    team = Team[int](CPU, 3, 64)
-    with team:
-        team.dismiss()
+    pool = ReaderPool[int](CPU, 3, 64)
+    with pool:
+        pool.dismiss()
         assert readers() == []
     assert readers() == []
 
@@ -91,9 +91,9 @@ def test_an_error_of_one_thread_is_raised(where: str, monkeypatch: pytest.Monkey
 
     if where == "preparing":
         monkeypatch.setattr(Staging, "__enter__", lambda staging: once() or staging)
-    with Team[int](CPU, 3, 64) as team:
+    with ReaderPool[int](CPU, 3, 64) as pool:
         with pytest.raises(OSError, match="locked memory"):
-            team.work(job)
+            pool.work(job)
         stop.set()
     assert readers() == []
 
@@ -106,7 +106,7 @@ def test_an_interrupt_anywhere_leaves_no_thread() -> None:
 
         def step(frame: FrameType, event: str, arg: object, moment: int = moment) -> Any:
             nonlocal steps
-            if Path(frame.f_code.co_filename).name not in ("team.py", "reader.py", "threading.py", "_base.py"):
+            if Path(frame.f_code.co_filename).name not in ("pool.py", "reader.py", "threading.py", "_base.py"):
                 return None  # such as what is called when an object goes, which swallows errors
             frame.f_trace_opcodes = True
             steps += event == "opcode"
@@ -121,16 +121,16 @@ def test_an_interrupt_anywhere_leaves_no_thread() -> None:
                 return sum(1 for _ in iter(work.next, None))
 
         before, interrupted = sys.gettrace(), False
-        team = Team[int](CPU, 2, 64)
-        team.__enter__()
+        pool = ReaderPool[int](CPU, 2, 64)
+        pool.__enter__()
         sys.settrace(step)
         try:
-            assert sum(team.work(job, lambda work=work: work.fill(iter([SimpleNamespace()] * 3)))) == 3
+            assert sum(pool.work(job, lambda work=work: work.fill(iter([SimpleNamespace()] * 3)))) == 3
         except KeyboardInterrupt:
             interrupted = True
         finally:
             sys.settrace(before)
-        ending = threading.Thread(target=lambda work=work, team=team: (work.stop(), team.dismiss()), daemon=True)
+        ending = threading.Thread(target=lambda work=work, pool=pool: (work.stop(), pool.dismiss()), daemon=True)
         ending.start()
         ending.join(timeout=30)
         assert not ending.is_alive(), f"step {moment}"
@@ -141,10 +141,10 @@ def test_an_interrupt_anywhere_leaves_no_thread() -> None:
 
 def test_a_team_has_one_job() -> None:
     """A second one would be given what the first has returned."""
-    with Team[int](CPU, 2, 64) as team:
-        assert team.work(lambda staging: 1) == [1, 1]
+    with ReaderPool[int](CPU, 2, 64) as pool:
+        assert pool.work(lambda staging: 1) == [1, 1]
         with pytest.raises(AssertionError):
-            team.work(lambda staging: 2)
+            pool.work(lambda staging: 2)
 
 
 def test_a_load_that_cannot_be_planned_leaves_no_thread(tmp_path: Path) -> None:
@@ -161,16 +161,16 @@ def test_they_start_before_the_load_is_planned(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(loading, "prepare", lambda *args: (seen.append(set(readers())), plan(*args))[1])
     monkeypatch.setattr(os, "preadv", lambda *args: (seen.append({threading.current_thread().name}), read(*args))[1])
     load_model(directory, load=LoadConfig(device="cpu", reader_threads=3, kernels="torch"))
-    team = {f"rtp_llm-read-{number}" for number in range(3)}
-    assert "rtp_llm-read-0" in seen[0] and set().union(*seen) <= team and len(seen) > 1
+    pool = {f"rtp_llm-read-{number}" for number in range(3)}
+    assert "rtp_llm-read-0" in seen[0] and set().union(*seen) <= pool and len(seen) > 1
     assert readers() == []
 
 
 def test_a_team_that_is_not_needed_is_dismissed(tmp_path: Path) -> None:
     """Another transport is chosen: threads and buffers are gone before it counts the memory that is left."""
     context = planning_context(save_tiny_llama(tmp_path / "llama"), settings=LoadConfig(device="cpu", load_method="fastsafetensors"))
-    with Team[Moved](CPU, 2, 64) as team:
-        chosen = select_transport(context, prepare(context), team)
+    with ReaderPool[TransferStats](CPU, 2, 64) as pool:
+        chosen = select_transport(context, prepare(context), pool)
         assert (chosen.decision.method, readers()) == ("fastsafetensors", [])
 
 
@@ -233,20 +233,20 @@ CUDA = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """No CPU has a GPU to be near to."""
-    monkeypatch.setattr(team_module, "near_cpus", lambda device: None)
+    monkeypatch.setattr(pool_module, "near_cpus", lambda device: None)
 
 
 def test_memory_of_all_threads_is_locked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By whoever has touched the last part, before any thread works; unlocked when all have ended."""
     runtime = Runtime(monkeypatch)
-    monkeypatch.setattr(team_module, "Staging", OnHost)
+    monkeypatch.setattr(pool_module, "Staging", OnHost)
 
     def job(staging: Any) -> tuple[int, int, list[tuple[str, int]]]:
         assert not staging.pinned.any()
         return staging.pinned.data_ptr(), staging.pinned.numel(), list(runtime.calls)
 
-    with Team[Any](CUDA, 3, 3 << 20) as team:
-        found = team.work(job)
+    with ReaderPool[Any](CUDA, 3, 3 << 20) as pool:
+        found = pool.work(job)
         assert runtime.calls == [("lock", 18 << 20)]
     assert runtime.calls == [("lock", 18 << 20), ("unlock", 0)]
     assert len({address for address, _, _ in found}) == 3 and all(address % (2 << 20) == 0 for address, _, _ in found)
@@ -255,7 +255,7 @@ def test_memory_of_all_threads_is_locked_once(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_memory_that_is_locked_late(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    """A thread that is still touching its part when the team is gone locks nothing; what is being locked when one gives up is
+    """A thread that is still touching its part when the pool is gone locks nothing; what is being locked when one gives up is
     unlocked."""
     runtime = Runtime(monkeypatch)
     pinned = Pinned(2, 1 << 20)
@@ -276,17 +276,17 @@ def test_memory_that_is_locked_late(monkeypatch: pytest.MonkeyPatch, when: str) 
 def test_threads_stay_near_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each reader runs on CPUs of the GPU's node, from before it touches its buffers; whoever started them runs where it ran."""
     Runtime(monkeypatch)
-    monkeypatch.setattr(team_module, "Staging", OnHost)
+    monkeypatch.setattr(pool_module, "Staging", OnHost)
     allowed = os.sched_getaffinity(0)
     near = frozenset(sorted(allowed)[:1])
-    monkeypatch.setattr(team_module, "near_cpus", lambda device: near)
+    monkeypatch.setattr(pool_module, "near_cpus", lambda device: near)
     touched: list[set[int]] = []
     touch = staging_module.Pinned.touch
     monkeypatch.setattr(
         staging_module.Pinned, "touch", lambda self, number: (touched.append(os.sched_getaffinity(0)), touch(self, number))[1]
     )
-    with Team[set[int]](CUDA, 2, 64) as team:
-        assert team.work(lambda staging: os.sched_getaffinity(0)) == [set(near)] * 2 == touched
+    with ReaderPool[set[int]](CUDA, 2, 64) as pool:
+        assert pool.work(lambda staging: os.sched_getaffinity(0)) == [set(near)] * 2 == touched
     assert os.sched_getaffinity(0) == allowed
 
 
@@ -300,9 +300,9 @@ def test_one_thread_without_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
                 raise OSError("no stream")
             return super().__enter__()
 
-    monkeypatch.setattr(team_module, "Staging", Failing)
-    with pytest.raises(OSError, match="no stream"), Team[int](CUDA, 3, 64) as team:
-        team.work(lambda staging: 1)
+    monkeypatch.setattr(pool_module, "Staging", Failing)
+    with pytest.raises(OSError, match="no stream"), ReaderPool[int](CUDA, 3, 64) as pool:
+        pool.work(lambda staging: 1)
     assert readers() == [] and runtime.calls == []
 
 
@@ -310,10 +310,10 @@ def test_one_thread_without_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_that_cannot_be_locked(limit: tuple[int, int], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's refusal reaches whoever asked for the work as one of our errors: how much, which limit holds, what to do."""
     runtime = Runtime(monkeypatch, refused=2)
-    monkeypatch.setattr(team_module, "Staging", OnHost)
+    monkeypatch.setattr(pool_module, "Staging", OnHost)
     monkeypatch.setattr(resource, "getrlimit", lambda _: limit)
-    with Team[int](CUDA, 2, 1 << 20) as team, pytest.raises(TransportError) as caught:
-        team.work(lambda staging: 1)
+    with ReaderPool[int](CUDA, 2, 1 << 20) as pool, pytest.raises(TransportError) as caught:
+        pool.work(lambda staging: 1)
     (problem,) = caught.value.problems
     assert problem.code == "LOCK_REFUSED" and "4194304 bytes (2 buffers for each of 2 threads)" in str(problem.expected)
     assert "out of memory (2)" in str(problem.actual) and f"ulimit -l) is {told}" in str(problem.actual)

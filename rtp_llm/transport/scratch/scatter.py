@@ -1,6 +1,6 @@
-"""From a buffer that holds many parts to their places, by few calls of torch.
+"""Scatters a buffer that holds many parts to their places, by few calls of torch.
 
-Each call of torch gives the interpreter's lock away, and waits for it behind all other readers.
+Each call of torch releases the interpreter's lock, and then waits for it behind all other readers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def cut(memory: torch.Tensor, spans: Iterable[tuple[int, int]]) -> list[torch.Te
     return [pieces[number] for number in wanted]
 
 
-def spread(parts: Sequence[tuple[Place, torch.Tensor]]) -> None:
-    """Copies flat ``uint8`` contents to their places, all by one call of torch, and one more for each memory."""
+def scatter(parts: Sequence[tuple[Place, torch.Tensor]]) -> None:
+    """Copies flat ``uint8`` contents to their places: one call of torch for each memory, and one for all copies."""
     within: dict[Memory, list[tuple[int, torch.Tensor]]] = {}
     for place, content in parts:
         within.setdefault(place.memory, []).append((place.at, content))
