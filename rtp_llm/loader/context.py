@@ -1,4 +1,4 @@
-"""What every step of a load has in common, resolved once."""
+"""The context of a load, resolved once."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from rtp_llm.transport.interface import NoProgress, Progress
 #: Reader threads beyond this only wait for the interpreter's lock: on an H200 with 16 cores, 12 threads move 46 GB/s of
 #: cached files, 16 threads 41 and 8 threads 40.
 _MOST_READERS = 12
-#: Bytes of float32 that a tensor is quantised in at a time.  On the CPU what a core's cache holds: larger steps take up to three
-#: times as long.  On a GPU enough that launches do not count.
+#: Bytes of float32 in one step of a transform.  CPU: a core's cache, since larger steps take up to three times as long.  GPU: enough
+#: that launches do not count.
 _STEP_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
 
 
@@ -44,7 +44,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class LoadContext:
-    """One rank's load: what is loaded, where to, by which settings, and with whom.  Every step takes it, and nothing is resolved again.
+    """One rank's load: source, target, settings, and the other ranks.  Every step takes it; nothing is resolved again.
 
     ``device`` has no number where only headers are read.
     """
@@ -98,9 +98,9 @@ def planning_context(
     settings: LoadConfig | None = None,
     device: torch.device | None = None,
 ) -> LoadContext:
-    """The context of one rank that only plans: no other rank is asked, nothing is allocated.
+    """The context of one rank that only plans: other ranks take no part, nothing is allocated.
 
-    ``device``: where it would load to; unless given the CPU, or CUDA where the settings allow it and there is some.
+    ``device``: the target; by default CUDA where the settings allow it and there is some, else the CPU.
     """
     settings = settings or LoadConfig.from_environment(os.environ)
     if device is None:
@@ -110,7 +110,7 @@ def planning_context(
 
 
 def reader_limits(settings: LoadConfig, device_type: str) -> ReaderLimits:
-    """The own reader's limits.  Beside a GPU a quarter of the CPUs is left to its driver, and parameters are derived one at a time."""
+    """The own reader's limits.  For a GPU a quarter of the CPUs is left to its driver, and parameters are derived one at a time."""
     cpus = len(os.sched_getaffinity(0))
     threads = settings.reader_threads or max(1, min(_MOST_READERS, cpus * 3 // 4 if device_type == "cuda" else cpus))
     derivers = 1 if device_type == "cuda" else threads
@@ -126,7 +126,7 @@ def place_of(world: World, parallel: ParallelConfig | None) -> ParallelConfig:
     """This process's place: as given, or, under a launcher, its rank in one tensor-parallel group of all processes.
 
     Raises:
-        ConfigError: where a place was given that the launcher contradicts.
+        ConfigError: the given place contradicts the launcher.
     """
     if world.size == 1:
         return parallel or ParallelConfig()

@@ -9,11 +9,11 @@ from rtp_llm.errors import ConfigError, Problem
 
 
 def resolve_device(name: str, local_rank: int) -> torch.device:
-    """The torch device that a setting means: ``auto`` and ``cuda`` take the GPU of this local rank (ranks share GPUs
+    """The torch device for a setting: ``auto`` and ``cuda`` take the GPU of this local rank (ranks share GPUs
     where there are fewer of them).
 
     Raises:
-        ConfigError: where CUDA was asked for and is not there, or a device number does not exist.
+        ConfigError: CUDA is named and not there, or a device number does not exist.
     """
     kind, _, number = name.partition(":")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,8 +1,7 @@
-"""Kernels of a model: chosen before a byte of weights is read, compiled while bytes are, bound when both are done."""
+"""Kernels of a model: chosen before weights are read, compiled while they are read, bound after both."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,13 +24,13 @@ from rtp_llm.quantization.kernels import PRODUCTS, ProductNeed, product_lacks, p
 
 _log = logging.getLogger("rtp_llm.loader")
 
-#: Seconds between lines about a compilation that weights no longer hide; as often as those about bytes.
+#: Seconds between log lines while only the compiler runs; as often as those about bytes.
 _LINE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class KernelPlan:
-    """Who does each operation; ``needs`` are those of the model, ``device`` what the choice was made for."""
+    """The back end of each operation; ``needs``: the model's; ``device``: that of the choice."""
 
     setting: str
     choices: tuple[Choice, ...]
@@ -39,7 +38,7 @@ class KernelPlan:
     device: DeviceFacts
 
     def lines(self) -> Iterator[str]:
-        """A line for each operation on which ranks have to agree: the same on two that have chosen the same.
+        """A line for each operation on which ranks must agree, equal for equal choices.
 
         Products on codes depend on the sizes of a rank's own parts.
         """
@@ -48,13 +47,13 @@ class KernelPlan:
             yield f"kernels: {choice.op} by {choice.backend}" + (f" ({choice.fault})" if choice.fault else "")
 
     def modules(self) -> tuple[JitModule, ...]:
-        """What has to be compiled for it, each once."""
+        """The modules to compile, each once."""
         return _modules(self.needs, self.choices)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelReport:
-    """What became of a plan; ``compiled`` is None where nothing is compiled."""
+    """The kernels that run; ``compiled`` is None where nothing is compiled."""
 
     setting: str
     choices: tuple[Choice, ...]
@@ -75,10 +74,10 @@ class KernelReport:
 
 
 def plan_kernels(model: nn.Module, dtype: torch.dtype, setting: str, device: torch.device) -> KernelPlan:
-    """Decides who does what the layers of ``model`` (on the meta device, of ``dtype``) will call; compiles and loads nothing.
+    """Chooses a back end for each operation of ``model`` (on the meta device, of ``dtype``); compiles and loads nothing.
 
-    A back end is imported only where it may be used: its import takes time.  It is imported here and not beside the reading,
-    since an import holds the interpreter's lock, for which reader threads would queue.
+    A back end is imported only where it may be used, since that takes time; and here, not beside the reading, since an import holds
+    the interpreter's lock.
 
     Raises:
         KernelError: where the setting names a back end, with everything that keeps it from being used.
@@ -94,7 +93,7 @@ def plan_kernels(model: nn.Module, dtype: torch.dtype, setting: str, device: tor
 
 
 def _products(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Iterator[Choice]:
-    """What the products of quantised layers run on.  Layers decide one by one, since some may have sizes that others have not."""
+    """The choice for products of quantised layers; layers choose one by one, since sizes differ."""
     needs: list[ProductNeed] = []
     for layer in model.modules():
         held = layer.held.get(WEIGHT) if isinstance(layer, Quantisable) else None
@@ -111,7 +110,7 @@ def _products(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ite
 
 
 def survey() -> list[tuple[str, str, tuple[str, ...]]]:
-    """Every operation that a back end offers, the back end, and what keeps it from being had on this machine's first GPU."""
+    """Every operation of a back end, the back end, and why this machine's first GPU cannot run it."""
     facts = device_facts(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
     found = resolve_all(s for backend in (FLASHINFER, PRODUCTS) for offer in backend.offers.values() for s in offer.symbols)
     return [
@@ -122,7 +121,7 @@ def survey() -> list[tuple[str, str, tuple[str, ...]]]:
 
 
 def _compilable(plan: KernelPlan, found: Mapping[Symbol, Resolution]) -> KernelPlan:
-    """The plan, without what cannot be compiled here."""
+    """The plan, with torch for operations that cannot be compiled here."""
     while (modules := plan.modules()) and plan.device.cuda is not None:
         lack = next((Lack(r.fault, r.detail) for s in SYMBOLS if (r := found[s]).fault is not None), None)
         if lack is not None:
@@ -164,7 +163,7 @@ def _modules(needs: Sequence[Need], choices: Sequence[Choice]) -> tuple[JitModul
 
 
 class KernelSetup:
-    """Carries out a plan: compiles in the background from the start on, and binds at the end."""
+    """Carries out a plan: compiles in the background, and binds at the end."""
 
     def __init__(self, plan: KernelPlan, speaks: bool) -> None:
         self.plan = plan
@@ -175,30 +174,30 @@ class KernelSetup:
         self._compilation = Compilation(modules, plan.device.cuda) if modules and plan.device.cuda else None
         self._compiled: Compiled | None = None
 
-    def wait(self, check: Callable[[], None], *, must: bool = False) -> bytes:
-        """Waits for the compiler; returns what the other ranks are to know: the operations that failed here, and why.
+    def wait(self, check: Callable[[], None], *, must: bool = False) -> dict[str, Any] | None:
+        """Waits for the compiler; returns a message for the other ranks if operations failed here: ``ops``, ``reason``, ``fault``.
 
         Raises:
             KernelError: where the setting names the back end, or it ``must`` be had, and it cannot be compiled.
         """
         if self._compilation is None:
-            return b""
+            return None
         try:
             self._compiled = self._compilation.result(_LINE_SECONDS, self._tell, check)
         except CompileError as error:
             ops = _ops_of(self.plan, error.failed)
             if must or self.plan.setting != AUTO:
                 raise KernelError(problem(FLASHINFER, error.lack, ops)) from error
-            return json.dumps({"ops": ops, "reason": error.lack.detail, "fault": error.lack.fault.name}).encode()
-        return b""
+            return {"ops": ops, "reason": error.lack.detail, "fault": error.lack.fault.name}
+        return None
 
     def _tell(self, text: str) -> None:
         if self._speaks:
             _log.info("kernels: %s", text)
 
-    def bind(self, model: nn.Module, said: Sequence[bytes]) -> KernelReport:
-        """Gives the model its kernels: torch's for whatever failed on any rank, as ``said`` by :meth:`wait` of each."""
-        failed = [json.loads(text) for text in said if text]
+    def bind(self, model: nn.Module, messages: Sequence[dict[str, Any] | None]) -> KernelReport:
+        """Gives the model its kernels; torch's for operations that failed on any rank, by all ranks' ``messages`` of :meth:`wait`."""
+        failed = [message for message in messages if message is not None]
         plan = self.plan
         for one in failed:
             plan = _by_torch(plan, one["ops"], one["reason"], one["fault"])

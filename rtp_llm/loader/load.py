@@ -31,7 +31,7 @@ from rtp_llm.transport.scratch.pool import ReaderPool
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model whose every parameter is in place on its device, and what is known of how it got there."""
+    """A model with every parameter in place on its device, its plan, and the report of its load."""
 
     model: nn.Module
     plan: LoadPlan
@@ -52,7 +52,7 @@ class LoadedModel:
         return self.catalog.directory
 
 
-# Whatever mode the caller is in: an inference tensor could not be written by the reader threads, which have a mode of their own.
+# In any mode of the caller: reader threads, which have a mode of their own, could not write inference tensors.
 @torch.inference_mode(False)
 def load_model(
     path: str | os.PathLike[str],
@@ -74,9 +74,9 @@ def load_model(
         parallel: this process's place.  Left out under ``torchrun``, all its processes form one tensor-parallel group.
             Given where no process group runs, that rank's weights are loaded and checked alone, without a forward pass.
         load: settings; from the environment unless given.
-        progress: told about bytes as they arrive.
+        progress: receives the number of bytes as they arrive.
         world: the processes to meet; found from torchrun's variables unless given.
-        cache: asked first, where all ranks learn of its errors: the KV cache for which there has to be room beside the weights.
+        cache: returns the size of the KV cache that must fit beside the weights; called first, and its errors reach all ranks.
 
     Returns:
         The model: ``model(input_ids)`` gives logits ``[batch, seq, vocab]`` for causal models, the last hidden state
@@ -114,14 +114,14 @@ def _load(context: LoadContext, cache: CacheSize | None, pool: ReaderPool[Transf
     with clock.phase("compile"):
         failed = setup.wait(watch.check)
     with clock.phase("close"):
-        bound = setup.bind(prepared.model, watch.exchange(failed))
+        bound = setup.bind(prepared.model, watch.all_gather_json(failed))
     report = LoadReport.of(context, prepared.plan, filled, kernels=bound, verified=verified)
     model = prepared.model.eval()
     return LoadedModel(model, prepared.plan, report, prepared.raw_config, prepared.family, context.device, context.world)
 
 
 def build_plan(path: str | os.PathLike[str], parallel: ParallelConfig | None = None, load: LoadConfig | None = None) -> LoadPlan:
-    """The plan of one rank, from headers only; nothing is allocated, and no other rank is asked.
+    """The plan of one rank, from headers only; nothing is allocated, and other ranks take no part.
 
     ``problems``, ``missing`` and ``unexpected`` are filled where the checkpoint does not fit the model;
     ``plan.raise_for_problems()`` makes an error of them.  Other errors as in :func:`rtp_llm.loader.prepare.prepare`.

@@ -1,4 +1,4 @@
-"""What a load did, next to what its plan said."""
+"""The report of a load, beside its plan."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LoadReport:
 
     @classmethod
     def of(cls, context: LoadContext, plan: LoadPlan, filled: Filled, *, kernels: KernelReport, verified: int | None) -> LoadReport:
-        """The report of a load that has ended well."""
+        """The report of a successful load."""
         selected, moved, settings = filled.selected, filled.moved, context.settings
         return cls(
             plan=plan,

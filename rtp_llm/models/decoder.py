@@ -19,7 +19,7 @@ from rtp_llm.models.faults import ModelFault
 from rtp_llm.models.reader import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, FieldReader
 from rtp_llm.models.rope import read_rope
 from rtp_llm.parallel.groups import Groups
-from rtp_llm.parallel.shard import Divides
+from rtp_llm.parallel.shard import Divisibility
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +152,12 @@ def read_layer_windows(reader: FieldReader, layers: int) -> tuple[int | None, ..
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def decoder_conditions(config: DecoderConfig) -> tuple[Divides, ...]:
+def decoder_conditions(config: DecoderConfig) -> tuple[Divisibility, ...]:
     """Heads and the intermediate size are split over the ranks; KV heads may be shared by several."""
     return (
-        Divides("attention heads", config.heads),
-        Divides("key/value heads", config.kv_heads, replicated=True),
-        Divides("elements of intermediate_size", config.intermediate_size),
+        Divisibility("attention heads", config.heads),
+        Divisibility("key/value heads", config.kv_heads, replicated=True),
+        Divisibility("elements of intermediate_size", config.intermediate_size),
     )
 
 

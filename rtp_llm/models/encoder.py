@@ -17,7 +17,7 @@ from rtp_llm.layers.mlp import MLP
 from rtp_llm.layers.norm import LayerNorm
 from rtp_llm.models.reader import MAX_LAYERS, FieldReader
 from rtp_llm.parallel.groups import Groups
-from rtp_llm.parallel.shard import Divides
+from rtp_llm.parallel.shard import Divisibility
 from rtp_llm.plan.rules import Mapping, Rule, Skip
 
 
@@ -67,9 +67,9 @@ def read_encoder(reader: FieldReader, names: Collection[str], *, vocab_size: int
     )
 
 
-def encoder_conditions(config: EncoderConfig) -> tuple[Divides, ...]:
+def encoder_conditions(config: EncoderConfig) -> tuple[Divisibility, ...]:
     """Heads and the intermediate size are split over the ranks."""
-    return (Divides("attention heads", config.heads), Divides("elements of intermediate_size", config.intermediate_size))
+    return (Divisibility("attention heads", config.heads), Divisibility("elements of intermediate_size", config.intermediate_size))
 
 
 #: Modules of each layer, under ``encoder.layer.{}.``, and the slots they fill, under ``layers.{}.``.

@@ -14,7 +14,7 @@ from rtp_llm.config.load import QUANTIZATION_METHODS
 from rtp_llm.models.prefixes import CAUSAL, Prefixes
 from rtp_llm.parallel.experts import ExpertLayers
 from rtp_llm.parallel.groups import Groups
-from rtp_llm.parallel.shard import Divides
+from rtp_llm.parallel.shard import Divisibility
 from rtp_llm.plan import rules as plan_rules
 
 
@@ -37,7 +37,7 @@ class Implementation:
     """
 
     read_config: Callable[[Mapping[str, Any], Collection[str]], Any]
-    conditions: Callable[[Any], tuple[Divides, ...]]
+    conditions: Callable[[Any], tuple[Divisibility, ...]]
     rules: Callable[[Any], plan_rules.Mapping]
     build: Callable[[Any, Groups, torch.dtype], nn.Module]
     experts: Callable[[Any], ExpertLayers | None] = no_experts

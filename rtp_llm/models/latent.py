@@ -18,18 +18,18 @@ from rtp_llm.models.latent_config import LatentConfig
 from rtp_llm.models.moe import MoENames, moe_block, mtp_skip, with_moe
 from rtp_llm.parallel.experts import ExpertLayers
 from rtp_llm.parallel.groups import Groups
-from rtp_llm.parallel.shard import Divides
+from rtp_llm.parallel.shard import Divisibility
 from rtp_llm.plan.rules import Mapping, Rule
 
 #: How DeepSeek and those after it spell experts, one by one or, as transformers holds them in memory, stacked.
 _EXPERTS = MoENames(bias="gate.e_score_correction_bias", shared="shared_experts")
 
 
-def latent_conditions(config: LatentConfig) -> tuple[Divides, ...]:
+def latent_conditions(config: LatentConfig) -> tuple[Divisibility, ...]:
     """Heads and intermediate sizes are split over the ranks; latents are not."""
-    found = [Divides("attention heads", config.sizes.attention.heads)]
+    found = [Divisibility("attention heads", config.sizes.attention.heads)]
     if len(config.moe.layers) < config.sizes.layers:
-        found.append(Divides("elements of intermediate_size", config.sizes.intermediate_size))
+        found.append(Divisibility("elements of intermediate_size", config.sizes.intermediate_size))
     return (*found, *config.moe.conditions())
 
 

@@ -19,7 +19,7 @@ from rtp_llm.models.faults import ModelFault
 from rtp_llm.models.reader import MAX_LAYERS, FieldReader
 from rtp_llm.parallel.experts import ExpertLayers
 from rtp_llm.parallel.groups import Groups
-from rtp_llm.parallel.shard import Divides
+from rtp_llm.parallel.shard import Divisibility
 from rtp_llm.plan import rules
 from rtp_llm.plan.experts import ExpertNames, expert_rules, swapped_names
 from rtp_llm.plan.rules import Rule, SkipLayers
@@ -42,13 +42,13 @@ class MoEConfig:
         """What there is to divide between expert-parallel ranks."""
         return ExpertLayers(self.shape.routing.experts, self.layers) if self.layers else None
 
-    def conditions(self) -> tuple[Divides, ...]:
+    def conditions(self) -> tuple[Divisibility, ...]:
         """Each expert is split over the tensor-parallel ranks, and so are the shared ones."""
         if not self.layers:
             return ()
-        found = [Divides("elements of an expert's intermediate size", self.shape.intermediate_size)]
+        found = [Divisibility("elements of an expert's intermediate size", self.shape.intermediate_size)]
         if self.shape.shared_size is not None:
-            found.append(Divides("elements of the shared experts' intermediate size", self.shape.shared_size))
+            found.append(Divisibility("elements of the shared experts' intermediate size", self.shape.shared_size))
         return tuple(found)
 
 
@@ -145,7 +145,7 @@ def read_stepped_layers(reader: FieldReader, layers: int) -> tuple[int, ...]:
     return tuple(i for i in range(layers) if (i + 1) % step == 0 and i not in without)
 
 
-def moe_conditions(config: MoEDecoderConfig) -> tuple[Divides, ...]:
+def moe_conditions(config: MoEDecoderConfig) -> tuple[Divisibility, ...]:
     """Those of the decoder (its intermediate size counts only if some layer is dense), and those of experts."""
     dense = decoder_conditions(config.decoder)
     if len(config.moe.layers) == config.decoder.layers:

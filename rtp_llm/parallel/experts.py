@@ -1,9 +1,8 @@
 """Which expert lives on which expert-parallel rank.  Pure functions on integers.
 
-Without a table experts are split into contiguous runs, in rank order; where they do not divide, the low ranks hold one
-more.  With a table (``phy2log`` of DeepSeek's expert-parallel load balancer, EPLB) there are *physical* experts, split
-evenly over the ranks in order, and the table says which *logical* expert, that is, which one of the checkpoint, each of
-them is a copy of.  A logical expert may be on several ranks, or twice on one.
+Without a table, experts are split into contiguous runs in rank order; where they do not divide, low ranks hold one more.  A table
+(``phy2log`` of DeepSeek's expert-parallel load balancer, EPLB) maps *physical* experts, split evenly over the ranks in order, to
+*logical* ones, those of the checkpoint.  A logical expert may be on several ranks, or twice on one.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from dataclasses import dataclass, field
 from rtp_llm.errors import PlanError, Problem
 from rtp_llm.parallel.faults import ParallelFault
 
-#: A ``phy2log`` table: for each layer that has experts, by the layer's number, the logical expert of each physical one.
+#: A ``phy2log`` table: by the number of each layer with experts, the logical expert of each physical one.
 PhysicalToLogical = Mapping[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayers:
-    """What a model has of experts: ``count`` in each of the layers numbered ``layers``."""
+    """The experts of a model: ``count`` in each of the layers numbered ``layers``."""
 
     count: int
     layers: tuple[int, ...]
@@ -42,7 +41,7 @@ class Ownership:
     table: PhysicalToLogical = field(default_factory=dict)
 
     def held(self, layer: int, count: int) -> tuple[tuple[int, ...], ...]:
-        """For each rank the logical experts that it holds of a layer with ``count`` of them, in the order of their places."""
+        """For each rank its logical experts of a layer with ``count`` of them, in the order of their places."""
         physical = self.table.get(layer)
         if physical is None:
             return contiguous(count, self.ranks)
@@ -67,7 +66,7 @@ def replicas(held: tuple[tuple[int, ...], ...], count: int) -> tuple[tuple[Repli
 
 
 def check_ownership(ownership: Ownership, experts: ExpertLayers | None) -> None:
-    """Refuses what cannot be: ranks without experts, and tables that do not fit the model or the ranks.
+    """Refuses ranks without experts, and tables that do not fit the model or the ranks.
 
     Raises:
         PlanError: with everything that is wrong, each with the values that work.
@@ -102,7 +101,7 @@ def _no_experts(ownership: Ownership) -> Problem:
 
 
 def _check_row(ownership: Ownership, experts: ExpertLayers, layer: int) -> list[Problem]:
-    """What is wrong with a layer's row."""
+    """The problems of a layer's row."""
     row = ownership.table.get(layer)
     if row is None or layer not in experts.layers:
         expected = "a row for each layer with experts" if row is None else "rows for layers with experts only"
@@ -121,7 +120,7 @@ def _check_row(ownership: Ownership, experts: ExpertLayers, layer: int) -> list[
 
 
 def _some(numbers: list[int]) -> str:
-    """The first few numbers, since there may be hundreds."""
+    """The first numbers; there may be hundreds."""
     return ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
 
 

@@ -1,4 +1,4 @@
-"""Everything that can be wrong between ranks."""
+"""Faults between ranks."""
 
 from __future__ import annotations
 

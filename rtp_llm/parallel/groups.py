@@ -1,10 +1,9 @@
 """The groups of ranks as layers see them: sizes, ranks and two collectives.
 
-World size is ``tp_size * ep_size``; the global rank is ``ep_rank * tp_size + tp_rank``.  Attention and everything dense is
-split over the ``tp_size`` ranks of one tensor-parallel group, and each of the ``ep_size`` groups holds and computes it all:
-so every rank sees the same tokens.  Experts are divided between the groups, and each expert is split over the ranks of its
-group.  Hence a layer of experts needs no token to be sent anywhere: each rank adds up what its shards of its experts give
-for all tokens, and one all-reduce over all ranks makes the whole sum.
+World size is ``tp_size * ep_size``; the global rank is ``ep_rank * tp_size + tp_rank``.  Attention and dense layers are split over
+the ``tp_size`` ranks of a tensor-parallel group; each of the ``ep_size`` groups holds and computes all of them, so every rank sees
+the same tokens.  Experts are divided between the groups, and each expert is split over the ranks of its group.  So no token is
+sent: each rank sums the outputs of its experts' shards for all tokens, and one all-reduce over all ranks completes the sum.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from rtp_llm.parallel.watch import broken
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """``size`` ranks that hold shards of the same layers; ``group`` is None for one rank alone, or where a rank's
-    weights are loaded and checked without the others (then a forward pass is refused)."""
+    """``size`` ranks that hold shards of the same layers; ``group`` is None for one rank, or for a rank that is
+    loaded and checked without the others; then a forward pass is refused."""
 
     size: int = 1
     rank: int = 0
@@ -67,10 +66,10 @@ class TensorParallel:
 
 @contextmanager
 def _together(tp: TensorParallel) -> Iterator[None]:
-    """Around a collective: a peer that is gone is the launch's trouble, not a defect of this program.
+    """Around a collective: turns the back end's error for a lost peer into one of ours.
 
     Raises:
-        ParallelError: ``RANK_LOST``, with what the back end says.
+        ParallelError: ``RANK_LOST``, with the back end's message.
     """
     try:
         yield
@@ -83,9 +82,9 @@ def _together(tp: TensorParallel) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertParallel:
-    """``size`` tensor-parallel groups that hold different experts, of which this rank is in number ``rank``.
+    """``size`` tensor-parallel groups that hold different experts; this rank is in group ``rank``.
 
-    ``group`` is that of all ranks together; None as in :class:`TensorParallel`.
+    ``group`` holds all ranks; None as in :class:`TensorParallel`.
     """
 
     size: int = 1
@@ -94,27 +93,27 @@ class ExpertParallel:
     ownership: Ownership = Ownership()
 
     def held(self, layer: int, count: int) -> tuple[tuple[int, ...], ...]:
-        """For each expert-parallel rank the logical experts that it holds; see :meth:`Ownership.held`."""
+        """The logical experts of each expert-parallel rank; see :meth:`Ownership.held`."""
         assert self.ownership.ranks == self.size, (self.ownership.ranks, self.size)
         return self.ownership.held(layer, count)
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The groups that one rank's layers speak to."""
+    """The groups that one rank's layers use."""
 
     tp: TensorParallel = TensorParallel()
     ep: ExpertParallel = ExpertParallel()
 
     @property
     def everyone(self) -> TensorParallel:
-        """All ranks of both kinds: those that a layer of experts has to be summed over."""
+        """All ranks of all groups: an expert layer's output is summed over them."""
         if self.ep.size == 1:
             return self.tp
         return TensorParallel(self.tp.size * self.ep.size, self.ep.rank * self.tp.size + self.tp.rank, self.ep.group)
 
 
 def groups_at(parallel: ParallelConfig, tensor: dist.ProcessGroup | None = None, everyone: dist.ProcessGroup | None = None) -> Groups:
-    """The groups of the rank at a place; without process groups they refuse collectives.  Experts are split contiguously."""
+    """The groups of the rank at a place; without process groups they refuse collectives.  Contiguous experts."""
     experts = ExpertParallel(parallel.ep_size, parallel.ep_rank, everyone, Ownership(parallel.ep_size))
     return Groups(TensorParallel(parallel.tp_size, parallel.tp_rank, tensor), experts)

@@ -1,4 +1,4 @@
-"""A process of the launch, and whether it still runs: asked of the kernel where both are on one host."""
+"""Whether a process of the launch still runs; the kernel knows for those on the same host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import TracebackType
 
 
 def _host() -> str:
-    """Processes with equal values see each other's process ids: one boot of one kernel, and one namespace of ids."""
+    """Equal for processes that share process ids: the same boot of a kernel, and the same pid namespace."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -20,7 +20,7 @@ def _host() -> str:
 
 @dataclass(slots=True)
 class Process:
-    """Process ``pid`` on ``host``; while the context is open, ``ended()`` asks for it through a pidfd (``pidfd_open(2)``)."""
+    """Process ``pid`` on ``host``; while the context is open, ``ended()`` polls its pidfd (``pidfd_open(2)``)."""
 
     host: str
     pid: int
@@ -45,7 +45,7 @@ class Process:
             except ProcessLookupError:
                 self._gone = True
             except OSError:
-                pass  # a kernel before 5.3, or a sandbox that forbids it: silence has to tell
+                pass  # a kernel before 5.3, or a sandbox that forbids it: only silence shows its end
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -54,7 +54,7 @@ class Process:
             self._fd = None
 
     def ended(self) -> bool:
-        """Whether it is known to have ended; False also where it cannot be asked (another host)."""
+        """Whether it is known to have ended; False also for another host."""
         if self._fd is not None and not self._gone:
             poller = select.poll()
             poller.register(self._fd, select.POLLIN)

@@ -20,9 +20,10 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Divides:
-    """A condition on the number of tensor-parallel ranks: ``size`` (of ``what``, e.g. "attention heads") must be
-    divisible by it or, where ``replicated`` (KV heads), divide it."""
+class Divisibility:
+    """The number of tensor-parallel ranks must divide ``size`` (of ``what``, e.g. "attention heads").
+
+    ``replicated`` (KV heads): it may also be a multiple of ``size``."""
 
     what: str
     size: int
@@ -32,13 +33,13 @@ class Divides:
         return self.size % ranks == 0 or (self.replicated and ranks % self.size == 0)
 
 
-def valid_sizes(conditions: Iterable[Divides], most: int = 64) -> list[int]:
+def valid_sizes(conditions: Iterable[Divisibility], most: int = 64) -> list[int]:
     """The numbers of ranks up to ``most`` that fulfil all conditions."""
     wanted = tuple(conditions)
     return [n for n in range(1, most + 1) if all(c.holds(n) for c in wanted)]
 
 
-def check_divisible(conditions: Iterable[Divides], ranks: int) -> None:
+def check_divisible(conditions: Iterable[Divisibility], ranks: int) -> None:
     """Refuses a number of ranks that breaks a condition: all broken ones at once, with the numbers that work.
 
     Raises:
@@ -61,14 +62,14 @@ def check_divisible(conditions: Iterable[Divides], ranks: int) -> None:
 
 
 def even(size: int, ranks: int, rank: int) -> Span:
-    """``rank``'s contiguous part of ``size``; the caller has made sure that it divides."""
+    """``rank``'s contiguous part of ``size``, which ``ranks`` divides."""
     assert size % ranks == 0 and 0 <= rank < ranks, (size, ranks, rank)
     part = size // ranks
     return part * rank, part * (rank + 1)
 
 
 def kv_heads(heads: int, ranks: int, rank: int) -> Span:
-    """The KV heads that ``rank`` holds: its share, or, with more ranks than heads, the one head it shares."""
+    """The KV heads of ``rank``: its share, or, with more ranks than heads, the one head that it shares."""
     if ranks <= heads:
         return even(heads, ranks, rank)
     assert ranks % heads == 0, (heads, ranks)
@@ -78,7 +79,7 @@ def kv_heads(heads: int, ranks: int, rank: int) -> Span:
 
 def padded_vocab(size: int, ranks: int) -> int:
     """``size`` rounded up so that each rank holds the same multiple of :data:`VOCAB_MULTIPLE` rows; a single rank is
-    not padded, since nothing is gained by it."""
+    not padded."""
     if ranks == 1:
         return size
     unit = VOCAB_MULTIPLE * ranks
@@ -86,7 +87,7 @@ def padded_vocab(size: int, ranks: int) -> int:
 
 
 def vocab(size: int, ranks: int, rank: int) -> tuple[Span, int]:
-    """The real rows of the vocabulary that ``rank`` holds (perhaps none), and the padding rows that follow them."""
+    """The real rows of the vocabulary that ``rank`` holds (perhaps none), and the number of padding rows after them."""
     start, stop = even(padded_vocab(size, ranks), ranks, rank)
     real = (min(start, size), min(stop, size))
     return real, (stop - start) - (real[1] - real[0])

@@ -1,9 +1,9 @@
-"""What ranks tell each other besides weights: heartbeats, the first error, and small messages, in a key-value store.
+"""Heartbeats, the first error, and small messages between ranks, through a key-value store.
 
-A collective tells a rank that a peer has died only when the rank takes part in it; a rank that reads its weights for a
-minute would learn it a minute later, and a frozen peer never shows.  So each rank beats once a second, watches its
-right-hand neighbour, and looks for the first error that anyone has posted.  A neighbour on the same host is known to have
-died as soon as the kernel says so; silence alone has to last long, since a healthy rank on a busy machine is silent too.
+A collective shows a dead peer only to ranks that take part in it: one that reads weights for a minute learns it a minute later,
+and a frozen peer never shows.  So each rank sends a beat every second, watches the next rank, and looks for the first posted
+error.  The kernel reports the death of a process on the same host at once.  Silence has to last long, since a healthy rank on a
+busy machine is silent too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -26,18 +27,18 @@ from rtp_llm.parallel.process import Process
 
 #: Seconds between beats: a few store requests a second and rank are nothing, even for 1,000 ranks.
 BEAT_SECONDS = 1.0
-#: Seconds without a beat after which a peer counts as lost: it is frozen, or its host is gone.  A healthy rank has been
-#: silent for more than five seconds on an overloaded machine.  Half of the time-out where that is shorter, so that the loss
-#: is known before those who wait for it give up.
+#: Seconds without a beat after which a peer counts as lost: it is frozen, or its host is gone.  A healthy rank was silent for
+#: more than five seconds on an overloaded machine.  Half of the time-out where that is shorter, so that the loss is reported
+#: before other ranks time out.
 LOST_SECONDS = 30.0
-#: Seconds to wait for the cause of a broken connection: a few beats for the neighbour of the rank that died to see and say
-#: so; then the broken connection has to do as the reason, so that all end within ten seconds.
+#: Seconds to wait for the cause of a broken connection: a few beats, in which the dead rank's neighbour posts it.  After that
+#: the broken connection is the reported cause, so that all ranks end within ten seconds.
 CAUSE_SECONDS = 8.0
-#: Seconds between two looks for a message, growing from the first, to spare the store: to as much for every rank of the group,
-#: since what a rank asks of the store takes the time of all, and no further than to the second.  Few ranks lose little by waiting.
+#: Seconds between two requests for a message.  The pause doubles from the first number up to as much for every rank, at most to
+#: the second, since requests of all ranks share the store.
 _LOOK_SECONDS = (0.002, 0.05)
 
-#: Findings of one rank that the others are told: more than a message shows, and little for the store.
+#: Problems of one rank that others receive: more than a message shows, and little for the store.
 _MOST_SHARED = 100
 
 _ERROR = "error"
@@ -47,9 +48,9 @@ _DONE = "done"
 class Watch:
     """Watches the group while the context is open; ``check()`` raises the first error of any rank.
 
-    Leaving the context with an exception posts it, so that the other ranks end with the same cause.  ``store`` is this
-    watch's own part of the launch's store, empty at first.  ``together``: all ranks have just met, so that one which opens
-    its watch much later is lost; otherwise a peer may come as late as ``timeout_s`` allows.
+    Leaving the context with an exception posts it, so that the other ranks end with the same cause.  ``store``: this watch's
+    own, empty part of the launch's store.  ``together``: all ranks have just met, so a rank that opens its watch much later is
+    lost; otherwise it may come within ``timeout_s``.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float, *, together: bool = True) -> None:
@@ -72,11 +73,10 @@ class Watch:
             if error is not None:
                 self.post(error)
                 if not self._problems:
-                    # A launcher ends all ranks as soon as one has ended; rank 0 is to say why before.
+                    # A launcher ends all ranks once one has ended; rank 0 must report the cause before.
                     time.sleep(1.5 * BEAT_SECONDS)
             self._stop.set()
-            # A thread that is still in the store's hands when Python ends can abort the process; after an error there may be
-            # no store to answer it.
+            # A thread that waits for the store when Python ends can abort the process; after an error the store may be gone.
             self._thread.join(timeout=CAUSE_SECONDS if error is None else 2 * BEAT_SECONDS)
 
     def check(self) -> None:
@@ -109,14 +109,18 @@ class Watch:
         except dist.DistError as error:
             raise ParallelError(self.first_error(CAUSE_SECONDS) or _no_store(error)) from error
 
+    def all_gather_json(self, value: object) -> list[Any]:
+        """:meth:`exchange` for values that JSON can hold (tuples arrive as lists)."""
+        return [json.loads(reply) for reply in self.exchange(json.dumps(value).encode())]
+
     def post(self, error: BaseException) -> None:
         """Makes ``error`` the group's error, unless there is one already."""
         problems = error.problems if isinstance(error, RtpLlmError) else (_unforeseen(error),)
         self._post([p if p.rank is not None else replace(p, rank=self.rank) for p in problems[:_MOST_SHARED]])
 
     def first_error(self, seconds: float) -> tuple[Problem, ...]:
-        """The first error of any rank, or nothing.  Waits up to ``seconds`` for it to be known: a broken connection is seen
-        before its cause is."""
+        """The first error of any rank, or nothing.  Waits up to ``seconds`` for it: a broken connection shows before its
+        cause."""
         deadline = time.monotonic() + seconds
         while not self._problems and time.monotonic() < deadline and self._thread.is_alive():
             time.sleep(BEAT_SECONDS / 10)
@@ -126,11 +130,11 @@ class Watch:
         try:
             self._store.compare_set(_ERROR, "", json.dumps([p.to_json() for p in problems]))
         except dist.DistError:
-            pass  # the store's host is gone, and with it the group: its own end says so to everyone
+            pass  # the store's host is gone: every rank notices by itself
 
     def _run(self) -> None:
         try:
-            # A connection of its own: a request that blocks on the group's connection would stop the beats.
+            # Its own connection: a blocking request on the group's connection would stop the beats.
             self._beat(self._store.clone())  # type: ignore[attr-defined]  # in torch since 2.7, not yet in its stubs
         except dist.DistError as error:
             self._problems = (_no_store(error),)
@@ -148,13 +152,13 @@ class Watch:
                     self._post(self._problems)
                     return
                 if self._stop.wait(BEAT_SECONDS):
-                    # The neighbour must not take a rank that has finished for one that has died.
+                    # A finished rank must not count as dead.
                     store.set(f"beat/{self.rank}", _DONE)
                     return
 
 
 class _Neighbour(ExitStack):
-    """The rank that this one watches.  ``silence_s`` seconds without a beat make it lost, before the first ``first_beat_s``."""
+    """The watched rank.  It is lost after ``silence_s`` seconds without a beat; before its first beat, after ``first_beat_s``."""
 
     def __init__(self, rank: int, silence_s: float, first_beat_s: float) -> None:
         super().__init__()
@@ -163,10 +167,10 @@ class _Neighbour(ExitStack):
         self._seen, self._seen_at = b"", time.monotonic()
 
     def lost(self, store: Store) -> Problem | None:
-        """What became of it, if it is lost."""
+        """The problem if it is lost, else None."""
         if self._process is None and store.check([f"process/{self._rank}"]):
             self._process = self.enter_context(Process.from_json(store.get(f"process/{self._rank}")))
-        # Asked before the last beat is read: who has ended after saying that all is done is no loss.
+        # Before the last beat is read: a process that ends after its final beat is not lost.
         ended = self._process is not None and self._process.ended()
         beat = store.get(f"beat/{self._rank}") if store.check([f"beat/{self._rank}"]) else b""
         if beat != self._seen or beat.decode() == _DONE:
@@ -178,7 +182,7 @@ class _Neighbour(ExitStack):
 
 
 def broken(rank: int, size: int, what: str) -> Problem:
-    """Ranks that could not meet, for a reason that no rank has given."""
+    """A failed meeting of ranks, where no rank has posted a cause."""
     return Problem(
         ParallelFault.RANK_LOST,
         f"ranks could not meet: {what.splitlines()[0]}",

@@ -1,7 +1,7 @@
 """Tensors from rank to rank as bytes.
 
-Every payload crosses as ``uint8``: no dtype that a back end does not know (gloo and NCCL refuse ``float8_e8m0fnu``), and
-no pickle.
+Every payload is sent as ``uint8``: back ends need to know no dtype (gloo and NCCL refuse ``float8_e8m0fnu``), and nothing is
+pickled.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-#: Seconds between two looks for another rank's error while a message is under way.
+#: Seconds between two checks for another rank's error while a message is under way.
 POLL_SECONDS = 0.05
-#: Looks for the end of a collective without a pause, and the pause between later ones: a message takes a fraction of a
-#: millisecond between GPUs, and some milliseconds between processes of a CPU, which want the core for themselves.
+#: Polls for the end of a collective without a pause, and the pause between later polls.  A message takes a fraction of a
+#: millisecond between GPUs, and some milliseconds between processes on a CPU, which need the core.
 _EAGER_LOOKS, _PAUSE_SECONDS = 100, 0.0002
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's bytes, flat, sharing its storage; whatever its dtype, scalars and empties included."""
+    """A contiguous tensor's bytes, flat, sharing its storage; any dtype, scalars and empty tensors included."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def send_bytes(tensor: torch.Tensor, to: int, group: dist.ProcessGroup, check: Callable[[], None]) -> None:
-    """Sends a tensor's bytes to group rank ``to``; met by :func:`receive_bytes` of the same size there.
+    """Sends a tensor's bytes to group rank ``to``, which calls :func:`receive_bytes` for the same size.
 
-    ``check`` is called while waiting, and raises what ends the wait.
+    ``check`` is called while waiting; what it raises ends the wait.
     """
     payload = as_bytes(tensor.cpu())
     _wait(dist.isend(payload, group=group, group_dst=to), check)
@@ -45,9 +45,9 @@ def receive_bytes(into: torch.Tensor, source: int, group: dist.ProcessGroup, che
 
 
 def broadcast_bytes(flat: torch.Tensor, source: int, group: dist.ProcessGroup, check: Callable[[], None]) -> None:
-    """Fills ``flat`` (``uint8``, contiguous, on any device) on all ranks with what it holds on group rank ``source``.
+    """Fills ``flat`` (``uint8``, contiguous, any device) on all ranks with its content on group rank ``source``.
 
-    When it returns, the bytes are there, and ``flat`` may be changed or freed.
+    The bytes are there on return, and ``flat`` may be changed or freed.
     """
     _together([flat], lambda: dist.broadcast(flat, group=group, group_src=source, async_op=True), check)
 
@@ -66,7 +66,7 @@ def all_gather_bytes(parts: Sequence[torch.Tensor], flat: torch.Tensor, group: d
 
 
 def _together(tensors: Sequence[torch.Tensor], start: Callable[[], dist.Work | None], check: Callable[[], None]) -> None:
-    """Begins a collective and waits for its end; nothing is sent where there is nothing to send."""
+    """Starts a collective and waits for its end; empty tensors are not sent."""
     first = tensors[0]
     assert all(t.dtype is torch.uint8 and t.is_contiguous() and t.shape == first.shape for t in tensors)
     if not first.numel():
@@ -74,7 +74,7 @@ def _together(tensors: Sequence[torch.Tensor], start: Callable[[], dist.Work | N
     stream = torch.cuda.current_stream(first.device) if first.is_cuda else None
     work = start()
     assert work is not None, "this rank is not in the group"
-    # Asked for, and not waited for: a wait could not be left when a peer has failed.
+    # Polled: a wait could not be left when a peer has failed.
     looks = 0
     while not work.is_completed():
         check()
@@ -86,22 +86,22 @@ def _together(tensors: Sequence[torch.Tensor], start: Callable[[], dist.Work | N
 
 
 def _wait(work: dist.Work | None, check: Callable[[], None]) -> None:
-    """Waits for a message: gloo finishes one only inside ``wait``."""
+    """Waits for a message; gloo completes one only inside ``wait``."""
     assert work is not None, "this rank is not in the group"
     waited_for(work.wait, check)
 
 
 def waited_for(call: Callable[[], T], check: Callable[[], None]) -> T:
-    """What ``call`` returns or raises, while ``check`` may end the wait.
+    """Returns or raises what ``call`` does, unless ``check`` ends the wait.
 
-    In a thread of its own, for what cannot be interrupted: a peer that has failed would hold this rank until the group's time-out.
+    ``call`` runs in a thread, since it cannot be interrupted: a failed peer would hold this rank until the group's time-out.
     """
     done: Future[T] = Future()
 
     def run() -> None:
         try:
             done.set_result(call())
-        # Whatever it is belongs to the thread that waits, which would wait for ever without it.
+        # Every error belongs to the waiting thread, which would wait for ever without it.
         except BaseException as error:  # noqa: BLE001
             done.set_exception(error)
 

@@ -1,4 +1,4 @@
-"""The processes of one launch: who they are, and the three occasions on which they meet."""
+"""The processes of one launch: their ranks, groups, and agreements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rtp_llm.parallel.wire import waited_for
 
 #: torchrun's variables that say where a process stands (torch.distributed.run).
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-#: Seconds after a time-out until whoever waits has surely noticed it, on a busy machine too.
+#: Seconds after a time-out until every waiting thread has noticed it, on a busy machine too.
 _LATE_SECONDS = 10.0
 
 
@@ -31,9 +31,9 @@ _LATE_SECONDS = 10.0
 class World:
     """This process among those of the launch; alone when ``size`` is 1.
 
-    Small messages go through the launch's key-value store, since waiting there can be ended at any moment; a collective
-    cannot be left, and would keep a rank from exiting while a frozen peer holds it.  For tensors on the host there is
-    :func:`host_group`; layers have groups of their own.  ``number`` tells the worlds of a launch apart, and is the same on all ranks.
+    Small messages go through the launch's key-value store, where a wait can end at any moment.  A collective cannot be left: a
+    frozen peer would keep this rank from exiting.  For tensors on the host there is :func:`host_group`; layers have groups of
+    their own.  ``number`` distinguishes the worlds of a launch, and is the same on all ranks.
     """
 
     rank: int = 0
@@ -46,8 +46,8 @@ class World:
     def watch(self, *, together: bool = True) -> Watch:
         """A watch over one load; every rank opens its watches in the same order.
 
-        ``together``: all ranks have just met, so that one which opens its watch seconds later is lost.  Otherwise a rank
-        may come as late as the time-out allows: what a program does between two steps is its own affair.
+        ``together``: all ranks have just met, so a rank that opens its watch seconds later is lost.  Otherwise a rank may come
+        within the time-out: a program may do other things between two loads.
         """
         if self.size == 1:
             return Watch(HashStore(), self.rank, self.size, self.timeout_s)
@@ -55,13 +55,13 @@ class World:
         return Watch(store, self.rank, self.size, self.timeout_s, together=together)
 
     def groups(self, parallel: ParallelConfig, watch: Watch) -> Groups:
-        """The groups for a forward pass, or, for a rank whose weights are loaded alone, groups that refuse one.
+        """The groups for a forward pass; a rank that is loaded alone gets groups that refuse one.
 
-        With several ranks all of them make all groups, in one order, which they can only if they agree on the sizes.  Models of the
-        same sizes share them, as all models share the default group, with which they end.
+        All ranks create all groups, in one order, so they must agree on the sizes.  Models of the same sizes share groups, which end
+        with the default group.
 
         Raises:
-            ParallelError: the same on every rank, where they do not.
+            ParallelError: the same on every rank, where sizes differ.
         """
         if self.size == 1:
             return groups_at(parallel)
@@ -70,7 +70,7 @@ class World:
         everyone = dist.group.WORLD
         tensor = everyone
         if parallel.ep_size > 1:
-            # torch lists the groups of a process, and forgets them when the default group is destroyed: no list of ours could do so.
+            # Looked up in torch's list, which is cleared with the default group; a list of ours would not be.
             name = f"rtp_llm, {parallel.ep_size} times {parallel.tp_size} ranks"
             tensor = next((group for group in _world.pg_map if group.group_desc == name), None)
             if tensor is None:
@@ -82,7 +82,7 @@ class World:
 
 @contextmanager
 def meeting(world: World, watch: Watch) -> Iterator[Callable[[], None]]:
-    """Around messages of a group: turns a broken connection into the error that caused it, on whichever rank."""
+    """Around messages of a group: raises the error that broke a connection, of whichever rank."""
     try:
         yield watch.check
     except RuntimeError as error:
@@ -91,24 +91,24 @@ def meeting(world: World, watch: Watch) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def host_group(world: World, watch: Watch) -> Iterator[dist.ProcessGroup]:
-    """A gloo group over all ranks, for tensors on the host, which lives as long as the context is open.
+    """A gloo group over all ranks, for tensors on the host, while the context is open.
 
-    All ranks enter and leave it together, and have just met when they enter.  One for each occasion: what a failure leaves under
-    way in a group, a later message would be taken for.
+    All ranks have just met; they enter and leave together.  Each use has a new group: in an old one, a message that a failure left
+    behind would be taken for the next one.
 
     Raises:
-        ParallelError: where it cannot be made, and with the first error of any rank.
+        ParallelError: where it cannot be created, and with the first error of any rank.
     """
     timeout = timedelta(seconds=world.timeout_s)
     with meeting(world, watch) as check:
         group = waited_for(lambda: dist.new_group(backend="gloo", timeout=timeout), check)
     try:
         yield group
-        # Whoever goes first closes connections, of which others may still be reading.
+        # The first rank to leave closes connections from which others may still read.
         watch.exchange(b"done")
-    # Whatever it is, an interrupt too.
+    # An interrupt too.
     except BaseException:
-        # Letting go of a group waits for whatever is under way in it, and without its peers that ends with its time-out alone.
+        # Freeing a group waits for its messages under way, which without peers end only with the time-out.
         keeper = threading.Timer(world.timeout_s + _LATE_SECONDS, _let_go, [group])
         keeper.daemon = True
         keeper.start()
@@ -118,18 +118,18 @@ def host_group(world: World, watch: Watch) -> Iterator[dist.ProcessGroup]:
 
 
 def _let_go(group: dist.ProcessGroup) -> None:
-    """Nothing: the caller's was the last reference."""
+    """Does nothing: the argument was the last reference."""
 
 
 def join_world(environment: Mapping[str, str], device_type: str, timeout_s: float) -> World:
     """Joins the processes that ``torchrun`` started, or stands alone where its variables are absent.
 
-    Uses NCCL for CUDA tensors where each local process has a GPU of its own, gloo otherwise and for everything on the
-    CPU.  A process group that the caller has initialised is used as it is.
+    Uses NCCL for CUDA tensors where each local process has its own GPU; gloo otherwise, and for the CPU.  A process group that
+    the caller has initialised is kept.
 
     Raises:
         ConfigError: where the launcher's variables are incomplete or not numbers.
-        ParallelError: where the others cannot be reached within ``timeout_s`` seconds.
+        ParallelError: other ranks cannot be reached within ``timeout_s`` seconds.
     """
     where = _standing(environment)
     if not dist.is_initialized():
@@ -151,7 +151,7 @@ def join_world(environment: Mapping[str, str], device_type: str, timeout_s: floa
                 )
             ) from error
     rank = dist.get_rank()
-    # Counted where the ranks meet, and apart for each: they join in the same order, and what is counted ends with the launch.
+    # A counter for each rank in the launch's store: ranks join worlds in the same order, and the store ends with the launch.
     number = _get_default_store().add(f"rtp_llm/worlds/{rank}", 1)
     return World(rank, dist.get_world_size(), where["LOCAL_RANK"], timeout_s, number)
 
@@ -179,10 +179,10 @@ def agree(
     what: str = "its plan is not that of rank 0",
     fix: str = "give every rank the same checkpoint, settings and packages",
 ) -> None:
-    """Makes sure that every rank has planned the same load, or has the same of something else.
+    """Makes sure that ``lines()`` are the same on every rank; by default those of its plan.
 
-    ``digest`` stands for ``lines()``, which are sent only where digests differ, to name the first difference.  ``what`` and ``fix``
-    are those of the problem.
+    ``digest``: their hash.  Lines are sent only where digests differ, to name the first difference.  ``what`` and ``fix`` are the
+    problem's.
 
     Raises:
         ParallelError: the same on every rank, naming the first rank that differs from rank 0, and where.

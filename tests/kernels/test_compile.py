@@ -152,16 +152,16 @@ def _fallen_back(folder: str) -> None:
     (toolkit.cached / "rope" / "rope.so").unlink()
 
     setup = KernelSetup(KernelPlan("auto", choices, needs, HOPPER), speaks=False)
-    said = setup.wait(lambda: None)
+    message = setup.wait(lambda: None)
     model = nn.ModuleList([RMSNorm("norm", 8, 1e-6, dtype=torch.float32)])
-    ours = setup.bind(model, [b"", said]).choices
+    ours = setup.bind(model, [None, message]).choices
     assert [(c.op, c.backend, c.fault) for c in ours if c.backend == "torch"] == [("rotate", "torch", "COMPILE_FAILED")]
     assert "no such register" in next(c.reason for c in ours if c.op == "rotate")
 
     toolkit.refusal.unlink()
     sound = KernelSetup(KernelPlan("auto", choices, needs, HOPPER), speaks=False)
-    assert sound.wait(lambda: None) == b""
-    assert sound.bind(model, [said, b""]).choices == ours, "a rank that could is held to what another could not"
+    assert sound.wait(lambda: None) is None
+    assert sound.bind(model, [message, None]).choices == ours, "a rank that could is held to what another could not"
 
     toolkit.refusal.touch()
     (toolkit.cached / "rope" / "rope.so").unlink()

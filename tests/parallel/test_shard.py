@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rtp_llm.errors import PlanError
-from rtp_llm.parallel.shard import VOCAB_MULTIPLE, Divides, check_divisible, even, kv_heads, padded_vocab, valid_sizes, vocab
+from rtp_llm.parallel.shard import VOCAB_MULTIPLE, Divisibility, check_divisible, even, kv_heads, padded_vocab, valid_sizes, vocab
 
 
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_kv_heads_cover_every_head(heads: int, ranks: int) -> None:
     """Each rank holds an equal number of neighbouring heads; with more ranks than heads each head has equally many ranks."""
-    if not Divides("KV heads", heads, replicated=True).holds(ranks):
+    if not Divisibility("KV heads", heads, replicated=True).holds(ranks):
         return
     spans = [kv_heads(heads, ranks, rank) for rank in range(ranks)]
     held = [head for a, b in spans for head in range(a, b)]
@@ -39,7 +39,7 @@ def test_even() -> None:
 
 def test_refusal_lists_every_broken_size_and_the_ones_that_work() -> None:
     """9 heads and 3 KV heads over 2 ranks: both are named, with the sizes that fit all conditions."""
-    conditions = (Divides("attention heads", 9), Divides("KV heads", 3, replicated=True), Divides("rows of the MLP", 1536))
+    conditions = (Divisibility("attention heads", 9), Divisibility("KV heads", 3, replicated=True), Divisibility("rows of the MLP", 1536))
     assert valid_sizes(conditions) == [1, 3]
     check_divisible(conditions, 3)
     with pytest.raises(PlanError) as caught:

@@ -136,8 +136,8 @@ class Recording(DerivingPlacement):
         self.most = max(self.most, sum(g.content.nbytes for g in self._gathered.values()) + 2 * volume(derived.region))
         return super()._allocated(derived, dtype, room)
 
-    def _make(self, derived: DerivedTensor, gathered: Any) -> None:
-        super()._make(derived, gathered)
+    def _derive(self, derived: DerivedTensor, gathered: Any) -> None:
+        super()._derive(derived, gathered)
         self.made += 1
 
 

@@ -1,4 +1,4 @@
-"""What a load takes by each transport, from headers alone."""
+"""The budget of a load by each transport, from headers alone."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rtp_llm.transport.fastsafetensors.memory import Order, chunk_staging_bytes,
 from rtp_llm.transport.policy import FASTSAFETENSORS, SCRATCH
 from rtp_llm.transport.scratch.staging import staging_bytes
 
-#: What looking for what is wrong takes at most for one value: a float32 copy, its absolute value or comparison, and a mask.
+#: Most bytes to check one value: a float32 copy, its absolute value or comparison, and a mask.
 _BYTES_A_VALUE = 12
 
 
 def scratch_budget(context: LoadContext, prepared: Prepared) -> Budget:
-    """What the own reader takes."""
+    """The own reader's budget."""
     plan, reader, kind = prepared.plan, context.reader, context.device.type
     return Budget(
         SCRATCH,
@@ -35,7 +35,7 @@ def scratch_budget(context: LoadContext, prepared: Prepared) -> Budget:
 
 
 def chunked_budget(context: LoadContext, prepared: Prepared, order: Order, rank: int, config: EffectiveConfig) -> Budget:
-    """What rank ``rank`` of a load by fastsafetensors, chunk by chunk in ``order``, takes."""
+    """The budget of rank ``rank``, where fastsafetensors reads the chunks of ``order``."""
     plan = prepared.plan
     return Budget(
         FASTSAFETENSORS,
@@ -49,8 +49,7 @@ def chunked_budget(context: LoadContext, prepared: Prepared, order: Order, rank:
 def predictions(context: LoadContext, prepared: Prepared) -> Iterator[Budget]:
     """The budget of each transport that can carry the plan out; only the own reader's for a plan with problems.
 
-    fastsafetensors is taken to be one that reads in chunks, whether or not it is installed here, and all ranks to have as much
-    resident as this one.
+    Assumes a fastsafetensors that reads in chunks, installed here or not, and equal resident bytes on all ranks.
 
     Raises:
         ConfigError: settings of fastsafetensors that are not allowed.
@@ -64,10 +63,10 @@ def predictions(context: LoadContext, prepared: Prepared) -> Iterator[Budget]:
 
 
 def _finish_bytes(model: nn.Module, device_type: str) -> int:
-    """The most that the last step of a load takes beside the parameters, on the device: for the largest tensor whose values are checked,
-    and for what all products on codes need, which stays.
+    """Device memory that the last step of a load takes beside the parameters: checks of the largest tensor, and memory that products
+    on codes keep.
 
-    Codes of eight bits are not looked at one by one; what is checked is scales, indices, and codes of fewer bits.
+    Scales, indices, and codes of fewer than eight bits are checked.
     """
     most = products = 0
     for layer in model.modules():

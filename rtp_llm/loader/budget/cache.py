@@ -1,4 +1,4 @@
-"""Does the KV cache fit beside the weights?  Asked before a byte of weights is read, of all ranks together."""
+"""Checks, for all ranks together and before a byte of weights is read, that the KV cache fits beside the weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("rtp_llm.loader")
 def check_cache(context: LoadContext, size: CacheSize, prepared: Prepared, free: int | None = None) -> None:
     """Refuses a KV cache of ``size`` that does not fit beside the weights of a causal model.
 
-    ``free``: bytes that this rank may take; asked of the device unless given.  Ranks that share a device are added up.
+    ``free``: bytes that this rank may take; the device's free memory unless given.  Ranks that share a device are added up.
 
     Raises:
         PlanError: the same on every rank, with a problem for each device that is too small, which names sizes that fit.
@@ -65,7 +65,7 @@ def _fix(size: CacheSize, nbytes: Callable[[CacheSize], int], room: int) -> str:
 
 
 def _most(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to ``limit`` that fits, where less fits whenever more does; 0 where none does."""
+    """The largest number up to ``limit`` that fits, by bisection; 0 where none does."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2

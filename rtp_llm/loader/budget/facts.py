@@ -1,8 +1,7 @@
-"""What the choice of a transport depends on, found out on this rank and put together for all."""
+"""The facts that the choice of a transport depends on: of this rank, and combined for all ranks."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +24,7 @@ from rtp_llm.transport.policy import Facts, compares
 
 
 class PageCache:
-    """How much of each of a plan's files is in the page cache: looked at once, if anything asks."""
+    """How much of each of a plan's files is in the page cache; looked up once, on first use."""
 
     def __init__(self, plan: LoadPlan) -> None:
         self.directory, self.sizes = Path(plan.catalog.directory), {f.name: f.size for f in plan.catalog.files}
@@ -36,7 +35,7 @@ class PageCache:
         return {name: pagecache.estimated_cached_bytes(self.directory / name) or 0 for name in self.sizes}
 
     def crowded(self) -> bool:
-        """Whether what is not cached of the checkpoint does not fit into free memory, so that caching it drives out other files."""
+        """Whether the uncached rest of the checkpoint exceeds free memory, so that caching it evicts other files."""
         return sum(self.sizes.values()) - sum(self.bytes.values()) > free_bytes(torch.device("cpu"))
 
 
@@ -48,7 +47,7 @@ def find_facts(context: LoadContext, prepared: Prepared, config: EffectiveConfig
     warm = whole = fetched = 0
     if compares(context.settings.load_method, context.world.size):
         whole, warm = sum(cache.sizes.values()), sum(cache.bytes.values())
-        # Locally what one rank has read the others find in the cache, however often it is fetched.
+        # On a local disk, other ranks find in the cache what one rank has read.
         pieces = local_pieces(plan, splits(plan.slots, StackedMode.PER_EXPERT), whole) if network else ()
         fetched = sum(piece.stop - piece.start for piece in pieces) if network else plan.bytes_read
     return Facts(
@@ -67,10 +66,9 @@ def find_facts(context: LoadContext, prepared: Prepared, config: EffectiveConfig
 
 
 def combine_facts(absent: str, mine: Facts, watch: Watch) -> tuple[str, Facts]:
-    """All ranks' facts in one, the same on every rank: the coldest cache, what all read.  Also why there is no package on some rank;
-    empty where all have one."""
+    """Combine all ranks' facts; also the reason if any rank lacks the package (else empty)."""
     message = {"absent": absent, "host": host(), "facts": asdict(mine)}
-    replies = [json.loads(text) for text in watch.exchange(json.dumps(message).encode())]
+    replies = watch.all_gather_json(message)
     lacking = next((rank for rank, reply in enumerate(replies) if reply["absent"]), None)
     every = [Facts(**reply["facts"]) for reply in replies]
     coldest = max(every, key=lambda facts: facts.bytes_cold)
@@ -86,9 +84,9 @@ def combine_facts(absent: str, mine: Facts, watch: Watch) -> tuple[str, Facts]:
 
 
 def combine_capabilities(mine: Capabilities, watch: Watch) -> Capabilities:
-    """What every rank's package can do: the lowest tier of all, with its reason; the same on every rank."""
+    """The lowest tier of all ranks, with its reason; the same on every rank."""
     message = {"tier": int(mine.tier), "reason": mine.reason}
-    replies = [json.loads(text) for text in watch.exchange(json.dumps(message).encode())]
+    replies = watch.all_gather_json(message)
     worst = min(range(len(replies)), key=lambda rank: replies[rank]["tier"])
     return replace(mine, tier=Tier(replies[worst]["tier"]), reason=_of_rank(worst, replies[worst]["reason"], len(replies)))
 

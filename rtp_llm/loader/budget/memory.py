@@ -1,4 +1,4 @@
-"""How much memory there is, and how much a step took at its highest."""
+"""Free memory, and the peak memory of a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _kibibytes(text: str, name: str) -> int:
 
 
 def _control_group_free(otherwise: int) -> int:
-    """What cgroup v2's limit leaves, page cache not counted since it is given back; ``otherwise`` without a limit."""
+    """Bytes that cgroup v2's limit leaves, reclaimable page cache included; ``otherwise`` without a limit."""
     root = Path("/sys/fs/cgroup")
     try:
         limit, used = (root / "memory.max").read_text().strip(), int((root / "memory.current").read_text())
@@ -43,8 +43,8 @@ def _control_group_free(otherwise: int) -> int:
 
 
 class PeakMeter:
-    """Bytes that the enclosed step took at its peak beyond what there was before: allocated by torch on a CUDA device,
-    resident (page cache not counted) on the CPU.  ``peak_bytes`` is None where the kernel does not tell."""
+    """The peak of the enclosed step in bytes, above the level before it: allocated by torch on a CUDA device, resident memory
+    without page cache on the CPU.  ``peak_bytes`` is None where the kernel does not report it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,8 +1,7 @@
-"""Does the load fit?  Asked before anything is allocated, of all ranks together."""
+"""Checks, for all ranks together and before anything is allocated, that the load fits."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ _log = logging.getLogger("rtp_llm.loader")
 
 @dataclass(frozen=True, slots=True)
 class SharedDevice:
-    """What the ranks that share a device (the CPU, or one GPU) need of it together: each alone would see all of its memory as its own.
+    """A device (the CPU, or one GPU) and the ranks that share it, whose needs are added up.
 
-    ``needs``: bytes of each rank, by what they are for; ``free``: the least that any of the ranks found free.
+    ``needs``: bytes of each rank, by purpose; ``free``: the least that any of the ranks found free.
     """
 
     name: str
@@ -44,8 +43,7 @@ class SharedDevice:
 
 def shared_devices(watch: Watch, device: torch.device, needs: dict[str, int], free: int) -> list[SharedDevice]:
     """All devices of the launch, the same on every rank; ``needs`` and ``free`` are this rank's bytes on ``device``."""
-    mine = {"device": f"{host()}/{device}", "needs": needs, "free": free}
-    replies = [json.loads(text) for text in watch.exchange(json.dumps(mine).encode())]
+    replies = watch.all_gather_json({"device": f"{host()}/{device}", "needs": needs, "free": free})
     found = []
     for name in sorted({reply["device"] for reply in replies}):
         ranks = tuple(rank for rank, reply in enumerate(replies) if reply["device"] == name)
@@ -95,6 +93,6 @@ def shortages(context: LoadContext, budget: Budget, free: int) -> Iterator[Probl
 
 
 def host() -> str:
-    """What tells machines apart in one launch: the kernel's boot id."""
+    """This machine's identity within a launch: the kernel's boot id."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()

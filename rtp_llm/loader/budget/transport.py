@@ -1,4 +1,4 @@
-"""Which transport a load gets, and what happens when that fails."""
+"""Selects the transport of a load, and its fall-back."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _log = logging.getLogger("rtp_llm.loader")
 
 #: Threads of fastsafetensors where the settings name no number: its own default.
 _THREADS = 16
-#: Its device node (nvidia-fs): without it no GPUDirect storage, and a try closes the process's standard input.
+#: GPUDirect storage needs this device node (nvidia-fs); trying without it closes the process's standard input.
 _GDS_NODE = Path("/dev/nvidia-fs0")
 
 
 @dataclass(frozen=True, slots=True)
 class SelectedTransport:
-    """The transport, why, what it takes, and fastsafetensors' tier where that was asked for."""
+    """The transport, the decision, its budget, and fastsafetensors' tier where it was probed."""
 
     transport: Transport
     decision: Decision
@@ -45,7 +45,7 @@ class SelectedTransport:
 
 
 def reader_pool(context: LoadContext) -> AbstractContextManager[ReaderPool[TransferStats] | None]:
-    """The own reader's threads, which get ready while the load is planned; none where another transport was asked for."""
+    """The own reader's threads, which start while the load is planned; none where the settings name another transport."""
     reader = context.reader
     if context.settings.load_method == FASTSAFETENSORS:
         return nullcontext()
@@ -53,18 +53,18 @@ def reader_pool(context: LoadContext) -> AbstractContextManager[ReaderPool[Trans
 
 
 def scratch(context: LoadContext, prepared: Prepared, pool: ReaderPool[TransferStats] | None = None) -> ScratchTransport:
-    """The own reader, as the settings want it."""
+    """The own reader, by the settings."""
     return ScratchTransport(prepared.catalog.directory, context.device, context.reader, pool)
 
 
 def select_transport(context: LoadContext, prepared: Prepared, pool: ReaderPool[TransferStats] | None = None) -> SelectedTransport:
-    """Decides, on all ranks alike, logs the decision once, and makes sure that the load fits.
+    """Decides, the same on all ranks, logs the decision once, and checks that the load fits.
 
-    ``pool``: the own reader's; dismissed if it will not be used.
+    ``pool``: the own reader's; dismissed if unused.
 
     Raises:
         PlanError: it does not fit, by any transport.
-        ConfigError: settings of fastsafetensors that are not allowed, whether or not it will be used.
+        ConfigError: settings of fastsafetensors that are not allowed, used or not.
         ParallelError: the first error of any rank.
     """
     method = context.settings.load_method
@@ -94,7 +94,7 @@ def select_transport(context: LoadContext, prepared: Prepared, pool: ReaderPool[
 
 
 def fall_back(context: LoadContext, prepared: Prepared, failed: SelectedTransport, reason: str) -> SelectedTransport:
-    """What to go on with after fastsafetensors has failed with ``reason``; logs it."""
+    """The own reader, after fastsafetensors has failed with ``reason``; logs the decision."""
     reasons = (*failed.decision.reasons, reason)
     decision = replace(failed.decision, method=SCRATCH, level=logging.WARNING, degraded_reason=reason, reasons=reasons)
     budget = scratch_budget(context, prepared)
@@ -117,15 +117,15 @@ def _logged(context: LoadContext, selected: SelectedTransport) -> SelectedTransp
 
 
 def _least_free(device: torch.device, config: EffectiveConfig) -> int:
-    """Bytes that a load may take: what is free, and no more than fastsafetensors' own budget."""
+    """Bytes that a load may take: free memory, at most fastsafetensors' own budget."""
     free = free_bytes(device)
     return free if config.device_memory_budget is None else min(free, config.device_memory_budget)
 
 
 def _in_chunks(context: LoadContext, prepared: Prepared, config: EffectiveConfig, tier: Tier, cache: PageCache) -> tuple[Transport, Budget]:
     plan, world, watch = prepared.plan, context.world, context.watch
-    # All ranks cut alike, whatever each has resident.
-    chunk_bytes = min(int(text) for text in watch.exchange(str(config.chunk_for(plan.bytes_resident)).encode()))
+    # All ranks need equal chunks, whatever each has resident.
+    chunk_bytes = min(watch.all_gather_json(config.chunk_for(plan.bytes_resident)))
     order = order_of(plan, context.mode, chunk_bytes, world.size)
     budget = chunked_budget(context, prepared, order, world.rank, config)
     threads = context.settings.reader_threads or _THREADS
@@ -137,9 +137,9 @@ def _in_chunks(context: LoadContext, prepared: Prepared, config: EffectiveConfig
 
 
 def _around_cache(config: EffectiveConfig, cache: PageCache) -> dict[str, bool]:
-    """For each file whether to read around the page cache: as the settings say, else where keeping the file would only drive out others.
+    """For each file whether to read around the page cache: by the settings, else where caching it would only evict other files.
 
-    Cached data is read 15 times slower around the cache than through it, and other data no faster (benchmark/fastsafetensors.md).
+    Around the cache, cached data is read 15 times slower, and other data no faster (benchmark/fastsafetensors.md).
     """
     if config.direct is not None:
         return dict.fromkeys(cache.sizes, config.direct)

@@ -1,8 +1,7 @@
-"""A loaded model, sharded and fused as it may be, written back as the plain checkpoint it came from: the plan run backwards."""
+"""Writes a loaded model, sharded or fused, back as the checkpoint it came from: the plan run backwards."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections import defaultdict
 from collections.abc import Mapping
@@ -58,8 +57,7 @@ def export_checkpoint(loaded: LoadedModel, directory: str | os.PathLike[str]) ->
         _refuse_lossy(plan)
         if world.rank == 0:
             check_room(out, loaded.directory, sum(t.nbytes for t in plan.catalog.tensors))
-        mine = json.dumps([(d.slot, d.slot_box) for d in plan.deliveries]).encode()
-        schedule = _schedule(plan, [json.loads(text) for text in watch.exchange(mine)])
+        schedule = _schedule(plan, watch.all_gather_json([(d.slot, d.slot_box) for d in plan.deliveries]))
         with host_group(world, watch) if world.size > 1 else nullcontext() as group:
             exporter = _Exporter(loaded, watch, group, schedule)
             if world.rank == 0:
@@ -104,16 +102,16 @@ def _refuse_lossy(plan: LoadPlan) -> None:
 
 
 def _holder(delivery: Delivery, dtypes: Mapping[str, str]) -> Target | None:
-    """A place where every stored value still is; None where there is none.
+    """A target that still holds every stored value; None where there is none.
 
-    ``dtypes`` are those of the parameters.  What is no parameter is the stage of something that is made while it is loaded.
+    ``dtypes``: by parameter.  A target that is no parameter is a derived tensor.
     """
     stored = str(delivery.stored_dtype)
     return next((t for t in delivery.targets if t.param in dtypes and cast_is_exact(stored, dtypes[t.param])), None)
 
 
 def _schedule(plan: LoadPlan, held: list[list[tuple[str, list[list[int]]]]]) -> dict[str, tuple[_Part, ...]]:
-    """For each slot the boxes that make it up, each from the lowest rank that has it: the same on every rank."""
+    """For each slot its boxes, each from the lowest rank that has it; the same on every rank."""
     parts: defaultdict[str, dict[Box, int]] = defaultdict(dict)
     for rank, deliveries in enumerate(held):
         for slot, pairs in deliveries:
@@ -136,7 +134,7 @@ def _schedule(plan: LoadPlan, held: list[list[tuple[str, list[list[int]]]]]) -> 
 
 
 class _Exporter:
-    """Sends, or assembles and writes, every tensor in the order of the files; all ranks go through the same order."""
+    """Sends, or assembles and writes, every tensor; all ranks follow the order of the files."""
 
     def __init__(self, loaded: LoadedModel, watch: Watch, group: dist.ProcessGroup | None, schedule: dict[str, tuple[_Part, ...]]) -> None:
         self._loaded, self._watch, self._group, self._schedule = loaded, watch, group, schedule
@@ -151,7 +149,7 @@ class _Exporter:
             self._by_file[tensor.file].append(tensor)
 
     def send(self) -> None:
-        """A rank above 0: hands rank 0 what it asks for."""
+        """A rank above 0: sends its parts to rank 0."""
         assert self._group is not None
         with meeting(self._loaded.world, self._watch) as check:
             for tensors in self._by_file.values():

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face checkpoint, written: safetensors headers, the index, and what stands beside the weights."""
+"""Writes the files of a Hugging Face checkpoint: safetensors headers, the index, and the companions of the weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rtp_llm.config.faults import ConfigFault
 from rtp_llm.errors import ConfigError, Problem
 
 _INDEX = "model.safetensors.index.json"
-#: Where a directory that is there already is written to, inside of it.
+#: The temporary directory inside an existing target.
 _PARTIAL = ".partial"
-#: What belongs to a model beside its weights: configuration, tokeniser, templates, pooling, cards and licences.  Code
-#: (``.py``) is left behind on purpose.
+#: A model's files beside its weights: configuration, tokeniser, templates, pooling, cards and licences.  Code (``.py``) is
+#: deliberately not copied.
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*", "*_Pooling/config.json")
 
 
@@ -47,11 +47,10 @@ def check_room(out: Path, source: str, nbytes: int) -> None:
 
 @contextmanager
 def completed(out: Path) -> Iterator[Path]:
-    """A directory to write to, whose content is under ``out`` once everything has been written, and which is removed if
-    anything fails.
+    """A temporary directory whose content is moved to ``out`` at the end; removed if anything fails.
 
-    It lies beside ``out`` and takes its name; or inside, where ``out`` exists: that may be a mount point, or the only place
-    where this user may write.
+    It lies beside ``out`` and is renamed; or inside, where ``out`` exists: that may be a mount point, or the only directory that
+    this user may write to.
     """
     out = Path(os.path.abspath(out))  # "." has no name
     inside = out.is_dir()
@@ -61,7 +60,7 @@ def completed(out: Path) -> Iterator[Path]:
     try:
         yield partial
         if inside:
-            # config.json last: without it nobody takes the directory for a checkpoint.
+            # config.json last: without it the directory is no checkpoint.
             for path in sorted(partial.iterdir(), key=lambda path: (path.name == "config.json", path.name)):
                 path.rename(out / path.name)
         else:
@@ -73,11 +72,11 @@ def completed(out: Path) -> Iterator[Path]:
 def renamed(files: Iterable[FileInfo]) -> dict[str, str]:
     """The names of weight files in the export: the same, or the safetensors counterparts of torch files.
 
-    ``a.bin`` and ``a.pt`` have the same counterpart.  The second one by name is numbered then: ``a-2.safetensors``.
+    ``a.bin`` and ``a.pt`` have the same counterpart; the second one by name is numbered: ``a-2.safetensors``.
     """
     names: dict[str, str] = {}
     taken: set[str] = set()
-    # Files that keep their names come first, so that no other file has taken them.
+    # Files that keep their names come first.
     for file in sorted(files, key=lambda file: (file.format != "safetensors", file.name)):
         names[file.name] = next(name for name in _candidates(file) if name not in taken)
         taken.add(names[file.name])
@@ -111,8 +110,8 @@ def header_bytes(tensors: Sequence[TensorInfo], file: FileInfo) -> bytes:
 
 
 def write_index(out: Path, catalog: Catalog, weight_map: Mapping[str, str]) -> None:
-    """The index: the source's own where it still says the truth, else a new one.  ``model.safetensors`` alone needs none; a
-    single file of any other name is not found without."""
+    """Writes the index: the source's where it is still right, else a new one.  ``model.safetensors`` alone needs none; a single
+    file of another name does."""
     if set(weight_map.values()) == {"model.safetensors"}:
         return
     source = Path(catalog.directory) / _INDEX
@@ -125,7 +124,7 @@ def write_index(out: Path, catalog: Catalog, weight_map: Mapping[str, str]) -> N
 
 
 def copy_companions(catalog: Catalog, out: Path) -> None:
-    """Copies configuration, tokeniser and the like; indexes are written anew."""
+    """Copies configuration, tokeniser and the like; not indexes."""
     source = Path(catalog.directory)
     for pattern in _COMPANIONS:
         for path in sorted(source.glob(pattern)):
@@ -136,9 +135,8 @@ def copy_companions(catalog: Catalog, out: Path) -> None:
 
 
 def _belongs(path: Path, source: Path) -> bool:
-    """Whether a file is the checkpoint's own: in its directory, or, through a link, in the same repository of the hub's
-    cache (``snapshots/<commit>/name`` links to ``blobs/<hash>``).  A link to anywhere else could carry a private file into
-    an export that is published."""
+    """Whether a file is the checkpoint's own: in its directory, or linked to the same repository of the hub's cache
+    (``snapshots/<commit>/name`` to ``blobs/<hash>``).  Another link could put a private file into a published export."""
     real, home = path.resolve(), source.resolve()
     return real.is_relative_to(home) or (home.parent.name == "snapshots" and real.is_relative_to(home.parent.parent / "blobs"))
 

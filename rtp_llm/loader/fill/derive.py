@@ -1,7 +1,7 @@
-"""Parameters that are made while they are loaded: a tensor is gathered, made into parameters, and let go.
+"""Derives parameters while loading: a tensor is gathered, parameters are derived from it, and its memory is freed.
 
-On a CUDA device all of it has its memory from, and is made on, one stream: so memory is handed on from tensor to tensor in the
-order of that stream, with no wait of the host and no pool of memory for each reader thread.
+On a CUDA device one stream allocates the tensors and derives from them.  So memory passes from tensor to tensor in stream order: the
+host never waits, and reader threads need no memory pools of their own.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.transport.interface import Place
 from rtp_llm.transport.scratch.staging import in_huge_pages
 
-#: From this size on, memory on the CPU is mapped and not from the heap, which keeps up to 64 MiB of it for each thread once it has been
-#: given back (mallopt(3), M_MMAP_THRESHOLD: it grows with what is freed): so much more than is held at a time.
+#: From this size on, CPU memory is mapped.  The heap would keep up to 64 MiB of freed memory for each thread (mallopt(3),
+#: M_MMAP_THRESHOLD, which grows with freed sizes).
 _MAPPED_BYTES = 1 << 20
 
 
 def _memory(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory for a tensor on its way, which goes back to the system when it is let go."""
+    """Memory for a gathered tensor, which returns to the system when freed."""
     nbytes = prod(shape) * dtype.itemsize
     if device.type == "cpu" and nbytes >= _MAPPED_BYTES:
         return in_huge_pages(nbytes).view(dtype).view(shape)
@@ -39,13 +39,13 @@ def _memory(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Ten
 
 
 class Stopped(Exception):
-    """What a thread gets that waited for room when the load was given up; the error that is told is another one's."""
+    """Raised in a thread that waits for room when the load fails; the error that caused it is reported."""
 
 
 @dataclass(slots=True)
 class _Gathered:
-    """A derived's tensor on its way: its memory, how much of the room that takes, when it may be written, the elements still to come,
-    and what was queued to fill it."""
+    """A derived tensor while it is gathered.  ``room``: bytes that count against the limit.  ``ready``: its memory may be written.
+    ``left``: missing elements.  ``written``: the queued copies."""
 
     content: torch.Tensor
     room: int
@@ -55,17 +55,16 @@ class _Gathered:
 
 
 class DerivingPlacement(Placement):
-    """A sink that makes parameters of some deliveries, and places the others.
+    """A sink that derives parameters from some deliveries, and places the others.
 
-    A derived's tensor has its memory from its first part to its last; the thread that brings the last part makes the parameters.
+    A derived tensor has memory from its first part to its last; the thread with the last part derives the parameters.
 
     Args:
         params: all parameters, by name.
-        plan: what is delivered.
-        room: bytes of tensors, of those that come in parts, that may be on their way.  Whoever brings the first part of another
-            one waits for its turn, in the order of the plan's deliveries, and until there is room.  That ends: who waits has
-            placed all that comes before, so what has room has all its parts on their way.  None: there is one thread, which
-            could only wait for itself.
+        plan: the plan that is delivered.
+        room: most bytes of tensors in several parts at a time.  A thread with the first part of another one waits for its turn, in
+            plan order, and for room.  Cannot deadlock: tensors are admitted in plan order, so the parts of an admitted tensor are
+            already with running threads.  None: no limit, for a transport with one thread.
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter], plan: LoadPlan, room: int | None = None) -> None:
@@ -75,7 +74,7 @@ class DerivingPlacement(Placement):
         self._step_bytes = step_bytes(self._device.type)
         on_device = bool(plan.derived) and self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if on_device else None  # type: ignore[no-untyped-call]
-        self._making: AbstractContextManager[Any] = threading.Lock() if on_device else nullcontext()
+        self._deriving: AbstractContextManager[Any] = threading.Lock() if on_device else nullcontext()
         self._room, self._held, self._stopped = room, 0, False
         self._changed = threading.Condition()
         self._gathered: dict[str, _Gathered] = {}
@@ -84,7 +83,7 @@ class DerivingPlacement(Placement):
         self._turn = 0
 
     def stop(self) -> None:
-        """Ends the wait of all who wait for room."""
+        """Ends every wait for room."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -107,7 +106,7 @@ class DerivingPlacement(Placement):
             super().place_all(plain)
 
     def _gather(self, derived: DerivedTensor, part: Delivery, box: Box, content: torch.Tensor) -> None:
-        gathered = self._entered(derived, content.dtype, alone=volume(box) == volume(derived.region))
+        gathered = self._admitted(derived, content.dtype, alone=volume(box) == volume(derived.region))
         place, event = view(gathered.content, box), None
         if gathered.ready is not None:
             torch.cuda.current_stream(self._device).wait_event(gathered.ready)
@@ -123,24 +122,24 @@ class DerivingPlacement(Placement):
             if gathered.left:
                 return
             del self._gathered[derived.name]
-        self._make(derived, gathered)
+        self._derive(derived, gathered)
         room = gathered.room
-        del gathered, place  # its memory is gone before another one may take the room
+        del gathered, place  # frees its memory before another tensor takes the room
         with self._changed:
             self._held -= room
             self._changed.notify_all()
 
-    def _entered(self, derived: DerivedTensor, dtype: torch.dtype, *, alone: bool) -> _Gathered:
-        """The derived's tensor, with memory.  ``alone``: it comes in one part, and so needs no other to be let go of."""
+    def _admitted(self, derived: DerivedTensor, dtype: torch.dtype, *, alone: bool) -> _Gathered:
+        """The derived tensor, with memory.  ``alone``: it comes in one part, and needs no room."""
         place, nbytes = self._positions[derived.name], volume(derived.region) * dtype.itemsize
 
-        def may_enter() -> bool:
+        def may_admit() -> bool:
             if self._stopped or derived.name in self._gathered or alone or self._room is None:
                 return True
             return place == self._turn and (not self._held or self._held + nbytes <= self._room)
 
         with self._changed:
-            self._changed.wait_for(may_enter)
+            self._changed.wait_for(may_admit)
             if self._stopped:
                 raise Stopped
             found = self._gathered.get(derived.name)
@@ -161,12 +160,12 @@ class DerivingPlacement(Placement):
         return _Gathered(content, room, None if self._stream is None else self._stream.record_event(), volume(derived.region))
 
     def _on_stream(self) -> AbstractContextManager[Any]:
-        # Not torch's context of None: finding out that it does nothing takes it as long as two operations.
+        # Not torch's context of None, which takes as long as two operations.
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _make(self, derived: DerivedTensor, gathered: _Gathered) -> None:
+    def _derive(self, derived: DerivedTensor, gathered: _Gathered) -> None:
         places = [(p.output, p.box, self._place(p.param, p.local_box).view(extent(p.box))) for p in derived.places]
-        with self._making, self._on_stream():
+        with self._deriving, self._on_stream():
             if self._stream is not None:
                 for event in gathered.written:
                     self._stream.wait_event(event)

@@ -28,7 +28,7 @@ _log = logging.getLogger("rtp_llm.loader")
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """The transport that filled the parameters, what it moved, and the measured peak in bytes (None where the system does not tell)."""
+    """The transport that filled the parameters, its stats, and the measured peak in bytes (None where the system does not report it)."""
 
     selected: SelectedTransport
     moved: TransferStats
@@ -38,7 +38,7 @@ class Filled:
 def fill_parameters(context: LoadContext, prepared: Prepared, selected: SelectedTransport) -> Filled:
     """Allocates the parameters, fills them, and checks their values.
 
-    Another transport takes over if the selected one turns out not to work.
+    Falls back to the own reader if fastsafetensors fails.
 
     Raises:
         TransportError: I/O errors, files that changed, or a transport that did not place what was planned.
@@ -55,8 +55,8 @@ def fill_parameters(context: LoadContext, prepared: Prepared, selected: Selected
             except FastsafetensorsFailure as failure:
                 reason = str(failure)
             if reason:
-                # Parameters keep their memory, all of which is written again; everything else that the attempt held is let go
-                # of first, frames of its traceback and cycles among threads and generators included.
+                # Parameters keep their memory and are written again.  Everything else of the attempt is freed first, with the
+                # frames of its traceback, and cycles among threads and generators.
                 gc.collect()
                 selected = fall_back(context, prepared, selected, reason)
                 moved = _deliver(context, prepared, selected, params)
@@ -70,7 +70,7 @@ def fill_parameters(context: LoadContext, prepared: Prepared, selected: Selected
 
 
 def _deliver(context: LoadContext, prepared: Prepared, selected: SelectedTransport, params: dict[str, nn.Parameter]) -> TransferStats:
-    # A load in chunks has one thread; the own reader has several.
+    # A load in chunks has one thread, which could only wait for itself; the own reader has several.
     in_chunks = selected.decision.method != SCRATCH
     limit = None if in_chunks else staging_limits(prepared.plan, context.reader).parts
     sink, progress = DerivingPlacement(params, prepared.plan, limit), context.progress

@@ -1,4 +1,4 @@
-"""After the load: values are checked and kernels chosen, layer by layer."""
+"""After the load: checks values and chooses kernels, layer by layer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _log = logging.getLogger("rtp_llm.loader")
 
 
 def finish(model: nn.Module, plan: LoadPlan) -> None:
-    """Checks the values of every quantised weight, and chooses what its products run on.
+    """Checks the values of every quantised weight, and chooses its kernel.
 
-    All values are looked at by operations that are queued, and read at once; just what is wrong is looked at again.
+    Checks are queued on the device, and their results are read at once; only layers that fail are checked in detail.
 
     Raises:
-        QuantizationError: every scale that is no number, every index out of range.
+        QuantizationError: every scale that is not a number, every index out of range.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, Quantisable) and layer.held]
     checks = DeferredChecks()
@@ -49,7 +49,7 @@ def _problems(layer: Quantisable, plan: LoadPlan) -> Iterator[Problem]:
     for matrix, found in layer.findings():
         source = plan.slots.get(f"{matrix.slot}.{found.tensor}", plan.slots.get(f"{matrix.slot}.weight"))
         tensor = None if source is None else source.raw
-        # A tensor of several matrices: which of them.
+        # Names the matrix, where a tensor holds several.
         what = f"{found.what}, in {matrix.slot}" if source is not None and source.ops else found.what
         fix = found.fix or "the checkpoint is damaged, or was written by a program that failed; take it from its source again"
         file = files.get(tensor or "")
@@ -68,7 +68,7 @@ def _choose(layer: Quantisable) -> None:
 
 
 def _merged(layer: Quantisable) -> Iterator[tuple[Matrix, list[torch.Tensor]]]:
-    """The scales of static activations that are merged to their largest, float32, with the first of the matrices that they are of."""
+    """Static input scales (float32) that are merged to their largest, with the first of their matrices."""
     held = layer.held.get(WEIGHT)
     if held is None or not isinstance(held.scheme, Scaled) or held.scheme.static is None or len(held.matrices) < 2:
         return
@@ -77,7 +77,7 @@ def _merged(layer: Quantisable) -> Iterator[tuple[Matrix, list[torch.Tensor]]]:
 
 
 def _tell_merged(slot: str, scales: list[float]) -> None:
-    """Says by how much the scales differ."""
+    """Logs by how much the scales differ."""
     if min(scales) != max(scales):
         ratio = max(scales) / min(scales) if min(scales) > 0 else float("inf")
         _log.info("%s and what runs with it: input scales differ by a factor of %.3g; the largest is used for all", slot, ratio)

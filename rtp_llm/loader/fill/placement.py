@@ -1,4 +1,4 @@
-"""The only place where parameters are allocated, and where it is said what is written to them."""
+"""The only place where parameters are allocated, and where they are written."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ def allocate(model: nn.Module, plan: LoadPlan, device: torch.device) -> dict[str
 
 
 def _reserve(params: Sequence[ParamSpec], device: torch.device) -> None:
-    """Has torch's allocator take the parameters' memory from the driver by one request, and cut the parameters out of it: 291 of them,
-    16 GB, take 8 ms instead of 18 on an H200."""
+    """Lets torch's allocator request the parameters' memory from the driver at once, and cut them out of it: 291 of them, 16 GB,
+    take 8 ms instead of 18 on an H200."""
     with suppress(torch.OutOfMemoryError):  # not in one piece
         torch.empty(reserved_bytes(params), dtype=torch.uint8, device=device)
 
 
 def reserved_bytes(params: Sequence[ParamSpec]) -> int:
-    """Bytes that torch's allocator cuts out of one request to the driver for ``params``, exactly: a byte less, and the last of them would
-    need a request of its own; more, and that would lie idle, as would everything for small parameters."""
+    """Bytes of one driver request from which torch's allocator cuts ``params``, exactly.  With less, the last one needs another
+    request; more would lie idle, as would memory for small parameters."""
     sizes = (-(-prod(p.shape) * getattr(torch, p.dtype).itemsize // _GRAIN) * _GRAIN for p in params)
     return sum(size for size in sizes if size > _SMALL_BYTES)
 
 
 def _memory(spec: ParamSpec, device: torch.device) -> torch.Tensor:
-    """Raises ``PlanError`` where the memory that was free at the preflight has gone to somebody else."""
+    """Raises ``PlanError`` where memory that was free at the preflight is taken by now."""
     try:
         return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
     except RuntimeError as error:  # torch.OutOfMemoryError for a device; the CPU's allocator has no class of its own, but a name
@@ -75,7 +75,7 @@ def _memory(spec: ParamSpec, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Flat:
-    """A contiguous parameter and the bits of an element, kept since asking torch takes longer than computing places."""
+    """A contiguous parameter's shape and bits, kept since torch takes longer to return them than a place to compute."""
 
     memory: Memory
     shape: Shape
@@ -92,12 +92,12 @@ class Placement:
     def __init__(self, params: dict[str, nn.Parameter]) -> None:
         self._memory = {name: parameter.data for name, parameter in params.items()}
         self._dtypes = {name: str(memory.dtype).removeprefix("torch.") for name, memory in self._memory.items() if memory.is_contiguous()}
-        # On first use: torch never resizes memory again that has been seen as bytes, which not every load asks for.
+        # On first use: torch never resizes memory that was exposed as bytes, which not every load needs.
         self._flat: dict[str, _Flat] = {}
 
     def direct(self, part: Delivery) -> Place | None:
-        """The memory of the only target, where the file's bytes are its bytes: contiguous, same dtype, and no op that
-        moves elements."""
+        """The memory of the only target, where the file's bytes are its bytes: contiguous, same dtype, no op that moves
+        elements."""
         if len(part.targets) != 1 or not part.passes or not part.verbatim:
             return None
         (target,) = part.targets
@@ -116,8 +116,8 @@ class Placement:
     def place_all(self, items: Sequence[tuple[Delivery, torch.Tensor]]) -> None:
         """Writes several parts.
 
-        A cast, or a box that is not contiguous, is done on the parameter's device from one dense copy: one transfer,
-        never one for each row.  What lies on the device already is spread by one call for all of it.
+        Casts, and copies to boxes that are not contiguous, run on the parameter's device, after one dense transfer, never one for
+        each row.  One call copies everything to its places.
         """
         places: list[torch.Tensor] = []
         contents: list[torch.Tensor] = []
@@ -135,7 +135,7 @@ class Placement:
         torch._foreach_copy_(places, contents, non_blocking=True)
 
     def stop(self) -> None:
-        """Nobody waits here."""
+        """Nothing waits in this sink."""
 
     def _place(self, name: str, box: Box) -> torch.Tensor:
         return view(self._memory[name], box)

@@ -1,4 +1,4 @@
-"""Every weight held against another reader's idea of the files: safetensors' own, or torch's."""
+"""Compares every weight with what another reader finds in the files: safetensors' own, or torch's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rtp_llm.transport.faults import TransportFault
 
 
 def verify(model: nn.Module, plan: LoadPlan) -> int:
-    """Compares every place of every parameter, bit for bit, with what a second reader finds for it.
+    """Compares every place of every parameter, bit for bit, with the content that a second reader finds.
 
     The reader holds one whole tensor at a time in host memory.
 
@@ -55,7 +55,7 @@ def verify(model: nn.Module, plan: LoadPlan) -> int:
 def _places(
     delivery: Delivery, plan: LoadPlan, params: Mapping[str, nn.Parameter], content: torch.Tensor
 ) -> Iterator[tuple[str, Box, torch.Tensor]]:
-    """Every place that a delivery fills, and what belongs there: its content, or what is made of it."""
+    """Every place that a delivery fills, with its expected content, transformed where the parameter is derived."""
     for target in delivery.targets:
         derived = plan.derived.get(target.param)
         if derived is None:
@@ -64,8 +64,8 @@ def _places(
         memory = [torch.empty(extent(p.box), dtype=params[p.param].dtype) for p in derived.places]
         places = [(p.output, p.box, m) for p, m in zip(derived.places, memory, strict=True)]
         derived.transform.derive(content.contiguous(), derived.region, places, step_bytes("cpu"))
-        for product, made in zip(derived.places, memory, strict=True):
-            yield product.param, product.local_box, made
+        for place, output in zip(derived.places, memory, strict=True):
+            yield place.param, place.local_box, output
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What config.json asks for."""
+"""The dtype of parameters, by the settings and config.json."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def choose_dtype(load: LoadConfig, raw: Mapping[str, Any], catalog: Catalog) -> 
     for tensor in catalog.tensors:
         if tensor.dtype in CASTABLE:
             stored[CASTABLE[tensor.dtype]] += tensor.nbytes
-    # Ties go to the wider type: nothing is lost by it.
+    # Ties go to the wider type, which loses nothing.
     order = list(CASTABLE.values())
     return max(stored, key=lambda name: (stored[name], -order.index(name))) if stored else "float32"

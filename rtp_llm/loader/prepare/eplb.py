@@ -20,17 +20,17 @@ _KEY = "phy2log"
 
 
 def with_experts(groups: Groups, parallel: ParallelConfig, experts: ExpertLayers | None) -> Groups:
-    """``groups`` with the experts of a model divided as the settings ask for.
+    """``groups`` with the experts of a model divided by the settings.
 
     Raises:
-        CheckpointError: the table's file is absent or cannot be trusted.
+        CheckpointError: the table's file is missing or cannot be trusted.
         ConfigError: it holds no table.
         PlanError: model, table and ranks do not fit; everything wrong with them at once.
     """
     table = read_table(parallel.eplb, experts) if parallel.eplb is not None and experts is not None else {}
     ownership = Ownership(parallel.ep_size, table)
     if parallel.eplb is not None and experts is None:
-        # Without experts there is no layer that a row could be for; a table at all is what is wrong.
+        # Without experts any table is wrong: this one makes check_ownership report it.
         ownership = replace(ownership, table={0: ()})
     check_ownership(ownership, experts)
     return replace(groups, ep=replace(groups.ep, ownership=ownership))

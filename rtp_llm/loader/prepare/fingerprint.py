@@ -1,5 +1,5 @@
-"""What tells apart checkpoints whose headers are alike: the base model and its fine-tuned kin have the same names, shapes
-and places, and ranks that read one each would load without an error and answer with nonsense."""
+"""The fingerprint of a checkpoint's content.  A base model and its fine-tuned versions have equal headers; ranks that read one
+each would load without an error and generate nonsense."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rtp_llm.checkpoint import Catalog, TensorInfo
 from rtp_llm.checkpoint.files import open_regular, os_problem, read_exactly
 from rtp_llm.errors import CheckpointError
 
-#: Tensors of one checkpoint that are looked at, at least one in each file: enough that fine-tuning of some kinds of layers
-#: shows, few enough to be read within a second over a network (DeepSeek-V3 has 163 files).
+#: Sampled tensors of a checkpoint, at least one in each file: enough to show fine-tuning of some kinds of layers, and read within
+#: a second over a network (DeepSeek-V3 has 163 files).
 _SAMPLES = 64
 
 #: Bytes of a tensor that are read, from its middle: one page of a file system, which costs as much as one byte.
@@ -23,12 +23,12 @@ _SAMPLE_BYTES = 4096
 
 
 def content_lines(catalog: Catalog, raw_config: Mapping[str, Any]) -> Iterator[str]:
-    """A line for ``config.json`` and one for each file of weights: the same on two ranks whose checkpoints hold the same.
+    """A line for ``config.json`` and one for each file of weights, equal for equal checkpoints.
 
-    Samples, not the whole: two checkpoints may differ where no sample lies.
+    Samples: two checkpoints may differ elsewhere.
 
     Raises:
-        CheckpointError: a file that cannot be read any more.
+        CheckpointError: a file that can no longer be read.
     """
     yield f"config.json sha256 {hashlib.sha256(json.dumps(raw_config, sort_keys=True).encode()).hexdigest()}"
     by_file: defaultdict[str, list[TensorInfo]] = defaultdict(list)

@@ -28,7 +28,7 @@ from rtp_llm.plan.plan import LoadPlan, ModelSide, digest
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """All that is known before a byte of weights is read.  ``model`` is on the meta device."""
+    """The result of reading headers and configuration.  ``model`` is on the meta device."""
 
     raw_config: Mapping[str, Any]
     family: Family

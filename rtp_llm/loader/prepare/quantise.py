@@ -1,4 +1,4 @@
-"""Quantisation between checkpoint and model: which layer holds its weights how, before anything is read."""
+"""Matches a checkpoint's quantisation with the model's layers, before any weight is read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rtp_llm.checkpoint import Catalog
 from rtp_llm.checkpoint.config_json import read_json_file
 from rtp_llm.errors import Problem
 from rtp_llm.layers.quantised import Quantisable
-from rtp_llm.parallel.shard import Divides, valid_sizes
+from rtp_llm.parallel.shard import Divisibility, valid_sizes
 from rtp_llm.plan import rules
 from rtp_llm.plan.boxes import Shape
 from rtp_llm.plan.expert_check import shape_problem
@@ -34,19 +34,21 @@ def declared_in(raw: Mapping[str, Any], directory: str, requested: str | None) -
 
 
 def quantised_mapping(mapping: rules.Mapping, declared: Declared | None) -> rules.Mapping:
-    """The family's mapping with what stands beside quantised weights."""
+    """The family's mapping, with the companions of quantised weights."""
     return mapping if declared is None else with_companions(mapping, COMPANIONS.values())
 
 
-def quantise(model: nn.Module, catalog: Catalog, mapping: rules.Mapping, declared: Declared, conditions: Iterable[Divides]) -> Quantization:
-    """Makes every layer whose tensors are quantised hold them as they are; ``model`` is on the meta device.
+def quantise(
+    model: nn.Module, catalog: Catalog, mapping: rules.Mapping, declared: Declared, conditions: Iterable[Divisibility]
+) -> Quantization:
+    """Lets every layer with quantised tensors hold them as stored; ``model`` is on the meta device.
 
     Args:
         model: one rank's, built plain.
         catalog: the checkpoint's.
         mapping: of :func:`quantised_mapping`.
-        declared: what the tensors are held against.
-        conditions: what the number of ranks must fulfil anyway, for naming those that work.
+        declared: what the tensors are checked against.
+        conditions: the model's own on the number of ranks, to name the numbers that work.
 
     Raises:
         QuantizationError: everything that does not fit, at once.
@@ -57,12 +59,12 @@ def quantise(model: nn.Module, catalog: Catalog, mapping: rules.Mapping, declare
     found = recognise(declared, modules, linear)
     if found.problems or not found.schemes:
         shapes = _wrong_shapes(mapping, catalog)
-        # What is there, and cannot be divided, is not missing.
+        # A tensor that is there and cannot be divided is not missing.
         wrong = [shapes.get(p.tensor or "", p) if p.fault is QuantFault.MISSING_PART else p for p in found.problems]
-        # What is wrong with a tensor that holds all experts is found once for each of them, and told once.
+        # The problem of a stacked tensor is found once for each expert, and reported once.
         raise QuantizationError(dict.fromkeys(wrong or shapes.values() or [_not_quantised(declared)]))
     problems: list[Problem] = []
-    split: dict[tuple[str, int, int], tuple[Module, Divides, TensorForm]] = {}
+    split: dict[tuple[str, int, int], tuple[Module, Divisibility, TensorForm]] = {}
     for layer in layers:
         for attribute, matrices in layer.weights().items():
             scheme = _agreed(matrices, found, problems)
@@ -80,7 +82,7 @@ def quantise(model: nn.Module, catalog: Catalog, mapping: rules.Mapping, declare
 
 
 def _wrong_shapes(mapping: rules.Mapping, catalog: Catalog) -> dict[str, Problem]:
-    """By name the tensors that their rule cannot divide."""
+    """By name, the problems of tensors that their rule cannot divide."""
     found = {}
     for tensor in catalog.tensors:
         rule = mapping.by_template.get(template(tensor.name)[0])
@@ -102,7 +104,7 @@ def _not_quantised(declared: Declared) -> Problem:
 
 
 def quantise_inline(model: nn.Module, method: str) -> Quantization:
-    """Makes every linear layer and expert hold FP8 made of its plain weights, but for those that stay as they are."""
+    """Lets every linear layer and expert hold FP8 derived from its plain weights, but for those that stay plain."""
     scheme = inline_scheme(method)
     count = 0
     for layer in model.modules():
@@ -150,7 +152,7 @@ def _agreed(matrices: tuple[Matrix, ...], found: Recognised, problems: list[Prob
     schemes: dict[Scheme | None, str] = {}
     for matrix in matrices:
         module = found.modules.get(matrix.slot)
-        # A module of which nothing is there is missing, which the plan says; it is no disagreement.
+        # A module without tensors is missing, which the plan reports; it is no disagreement.
         if module is not None:
             schemes.setdefault(found.schemes.get(matrix.slot), module.raw)
     if len(schemes) > 1:
@@ -176,7 +178,7 @@ def _shown(scheme: Scheme) -> str:
 
 
 def _wrong_grids(scheme: Scheme, matrices: tuple[Matrix, ...], modules: Mapping[str, Module]) -> Iterator[Problem]:
-    """Tensors whose shape is not what scheme and model make of it."""
+    """Tensors whose shape does not follow from scheme and model."""
     for matrix in matrices:
         module = modules.get(matrix.slot)
         if module is None:
@@ -209,7 +211,7 @@ def _wrong_grids(scheme: Scheme, matrices: tuple[Matrix, ...], modules: Mapping[
 
 
 def _guess(form: TensorForm, matrix: Matrix, found: Shape) -> str:
-    """What a wrong shape looks like."""
+    """What a wrong shape hints at."""
     shape = form.shape(matrix)
     if len(shape) > 1 and found == shape[::-1]:
         return "the two dimensions look exchanged"
@@ -224,7 +226,7 @@ def _guess(form: TensorForm, matrix: Matrix, found: Shape) -> str:
 def _note_splits(
     scheme: Scheme, matrices: tuple[Matrix, ...], modules: Mapping[str, Module], split: dict[tuple[str, int, int], Any]
 ) -> None:
-    """Notes dimensions that the ranks would cut within an element, once for all layers that are alike."""
+    """Notes dimensions that the ranks would cut within an element, once for equal layers."""
     for matrix in matrices:
         module = modules.get(matrix.slot)
         if module is None:
@@ -234,12 +236,12 @@ def _note_splits(
                 size = matrix.shape[along.axis]
                 key = (template(matrix.slot)[0], along.axis, along.per)
                 name = ("rows", "columns")[along.axis]
-                whole = Divides(f"units of {along.per} {name}", size // along.per if size % along.per == 0 else 0)
+                whole = Divisibility(f"units of {along.per} {name}", size // along.per if size % along.per == 0 else 0)
                 split.setdefault(key, (module, whole, form))
 
 
 def _misaligned(
-    split: Mapping[tuple[str, int, int], tuple[Module, Divides, TensorForm]], conditions: Iterable[Divides]
+    split: Mapping[tuple[str, int, int], tuple[Module, Divisibility, TensorForm]], conditions: Iterable[Divisibility]
 ) -> Iterator[Problem]:
     units = [divides for _, divides, _ in split.values()]
     sizes = [] if any(d.size == 0 for d in units) else valid_sizes([*conditions, *units])

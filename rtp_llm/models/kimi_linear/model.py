@@ -12,12 +12,12 @@ from rtp_llm.models.kimi_linear.config import KimiConfig
 from rtp_llm.models.latent import build_latent, latent_conditions
 from rtp_llm.parallel.experts import ExpertLayers
 from rtp_llm.parallel.groups import Groups
-from rtp_llm.parallel.shard import Divides
+from rtp_llm.parallel.shard import Divisibility
 
 
-def conditions(config: KimiConfig) -> tuple[Divides, ...]:
+def conditions(config: KimiConfig) -> tuple[Divisibility, ...]:
     """Heads of both kinds and intermediate sizes are split over the ranks."""
-    return (*latent_conditions(config.latent), Divides("linear attention heads", config.kda.heads))
+    return (*latent_conditions(config.latent), Divisibility("linear attention heads", config.kda.heads))
 
 
 def experts(config: KimiConfig) -> ExpertLayers | None:
