@@ -61,14 +61,13 @@ class KernelReport:
 
     def to_json(self) -> dict[str, Any]:
         """``setting``, ``operations`` and ``compiled``, see docs/json.md."""
-        made = self.compiled
         compiled = None
-        if made is not None:
+        if self.compiled is not None:
             compiled = {
-                "modules": list(made.modules),
-                "fresh": list(made.fresh),
-                "directory": made.directory,
-                "seconds": round(made.seconds, 4),
+                "modules": list(self.compiled.modules),
+                "fresh": list(self.compiled.fresh),
+                "directory": self.compiled.directory,
+                "seconds": round(self.compiled.seconds, 4),
             }
         return {"setting": self.setting, "operations": [choice.to_json() for choice in self.choices], "compiled": compiled}
 

@@ -17,7 +17,7 @@ from rtp_llm.plan.views import plan_json
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """One rank's load.  Bytes are bytes, ``seconds`` is wall time from the first look at the directory to the finished
-    model; ``phases`` splits it.  ``measured_peak_bytes`` is None where the system does not tell."""
+    model; ``phases`` splits it.  ``measured_peak_bytes`` is None where the system does not report it."""
 
     plan: LoadPlan
     budget: Budget

@@ -18,7 +18,7 @@ def warm_up(path: str | os.PathLike[str], parallel: ParallelConfig | None = None
     will do for a host.
 
     Raises:
-        KernelError: kernels that were asked for and cannot be had, or cannot be compiled.
+        KernelError: kernels that the settings name and that are missing or cannot be compiled.
         RtpLlmError: as for :func:`rtp_llm.loader.prepare.prepare`.
     """
     load = load or LoadConfig.from_environment(os.environ)

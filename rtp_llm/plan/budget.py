@@ -57,8 +57,11 @@ class ReaderLimits:
 
 @dataclass(frozen=True, slots=True)
 class StagingLimits:
-    """Memory for tensors on their way.  ``parts``: those that come in several reads (enforced).  ``single``: those that come in one read
-    (bounded by the number of threads).  ``working``: scratch memory for deriving parameters."""
+    """Memory for derived tensors while they are gathered.
+
+    ``parts``: those in several reads (enforced).  ``single``: those in one read (bounded by the number of threads).  ``working``:
+    working memory of transforms.
+    """
 
     parts: int
     single: int

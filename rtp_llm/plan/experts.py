@@ -14,7 +14,7 @@ from rtp_llm.plan import rules
 from rtp_llm.plan.ops import Transpose
 from rtp_llm.plan.rules import Companion, Part, Rule, Skip, template
 
-#: The logical experts of a layer; what comes before is the layer's number, then the expert's.
+#: The slots of an expert; the numbers are the layer's and the expert's.
 _SLOT = "layers.{}.experts.{}"
 #: The matrices of one expert, as slots name them.
 _PARTS = ("gate", "up", "down")

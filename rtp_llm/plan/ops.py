@@ -124,8 +124,8 @@ class Transpose:
 
 @dataclass(frozen=True, slots=True)
 class Deinterleave:
-    """Rows of each of ``heads`` heads from pairs side by side (GPT-J, Meta's Llama files) to halves (Hugging Face):
-    output row ``j`` of a head is input row ``2j`` in the first half and ``2(j - d/2) + 1`` in the second.
+    """Reorders the rows of each of ``heads`` heads from neighbouring pairs (GPT-J, Meta's Llama files) to halves (Hugging Face).
+    Output row ``j`` of a head is input row ``2j`` in the first half and ``2(j - d/2) + 1`` in the second.
 
     The permutation scatters a box over the whole head: everything is pulled.
     """

@@ -85,9 +85,13 @@ class Delivery:
             return
         elements = max(1, most_bytes * prod(self.tensor.shape) // self.tensor.nbytes)
         for raw_box in parts(self.raw_box, elements):
-            slot_box = self.source.push(raw_box)
-            moved = tuple(replace(t, box=_within(t.box, self.slot_box, slot_box)) for t in self.targets)
-            yield replace(self, slot_box=slot_box, targets=moved)
+            yield self.part(raw_box)
+
+    def part(self, raw_box: Box) -> Delivery:
+        """The part of this delivery that reads ``raw_box``, a box inside :attr:`raw_box`."""
+        slot_box = self.source.push(raw_box)
+        moved = tuple(replace(t, box=_within(t.box, self.slot_box, slot_box)) for t in self.targets)
+        return replace(self, slot_box=slot_box, targets=moved)
 
 
 def _within(local: Box, outer: Box, inner: Box) -> Box:

@@ -39,7 +39,7 @@ class Provision:
 
 @dataclass(frozen=True, slots=True)
 class WrongShape:
-    """Why a rule cannot divide a tensor: the fault, what is wrong, the shape that it takes, and what to do."""
+    """Why a rule cannot divide a tensor; ``expected``: the shape that it takes."""
 
     fault: PlanFault
     what: str
@@ -52,7 +52,7 @@ class Part:
     """One of several matrices that a tensor holds one above another.
 
     ``name`` replaces ``*`` in the rule's slot.  ``share``: its rows in proportion to those of the other parts, so that the same
-    numbers divide the weight, its bias, and scales that stand for one row or for many.
+    numbers divide the weight, its bias, and scales of one row or of many.
     """
 
     name: str

@@ -36,7 +36,7 @@ class FileSystem:
 
 
 def file_system(path: Path) -> FileSystem | None:
-    """The file system that ``path`` lies on, by the longest mount point; None where the kernel does not tell."""
+    """The file system that ``path`` lies on, by the longest mount point; None where the kernel does not list it."""
     real = os.path.realpath(path)
     best: FileSystem | None = None
     # Format: proc(5), /proc/pid/mountinfo; white space in names is octal.

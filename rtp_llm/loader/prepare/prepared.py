@@ -54,7 +54,7 @@ def prepare(context: LoadContext) -> Prepared:
 
     Raises:
         CheckpointError: files that cannot be trusted or read; everything wrong with them at once.
-        ConfigError: a config.json that asks for what is not there.
+        ConfigError: a config.json with settings that are not supported.
         PlanError: sizes that cannot be divided over the ranks.
         QuantizationError: a quantisation that is not known, or tensors that are not what it says.
     """

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
-from rtp_llm.checkpoint.catalog import TensorInfo
-from rtp_llm.checkpoint.dtypes import DTYPES
 from rtp_llm.plan.boxes import Box, extent, shift, view
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.transport.fastsafetensors.memory import Wanted
 from rtp_llm.transport.fastsafetensors.sequence import FilePiece, Message
 from rtp_llm.transport.interface import Sink
+from rtp_llm.transport.stored import as_stored
 
 
 class Dispatcher:
@@ -60,14 +59,3 @@ class Dispatcher:
 
 def _from(origin: Box, box: Box) -> Box:
     return shift(box, tuple(-a for a, _ in origin))
-
-
-def as_stored(tensor: TensorInfo, box: Box, flat: torch.Tensor) -> torch.Tensor:
-    """A box's bytes (``uint8``, flat) in the tensor's stored dtype, with the box's shape."""
-    name = DTYPES[tensor.dtype].torch_name
-    assert name is not None, f"{tensor.name}: the plan let {tensor.dtype} through"
-    dtype = getattr(torch, name)
-    if flat.data_ptr() % dtype.itemsize or flat.storage_offset() % dtype.itemsize:
-        # After a header of odd length, tensors lie at odd addresses, from which a device cannot load.
-        flat = flat.clone()
-    return flat.view(dtype).view(extent(box))

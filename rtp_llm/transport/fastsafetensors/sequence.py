@@ -1,4 +1,4 @@
-"""What is read, in which order, and in which portions: pure arithmetic over a plan.
+"""The sequence in which a plan's bytes are read, and its portions: pure arithmetic.
 
 Three sizes nest.  A *piece* is a block of rows of one tensor: one expert of a stacked tensor, at most a message's rows of any
 other, or all of an indivisible tensor.  A *message* is neighbouring pieces that are broadcast together, so that thousands of small
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from rtp_llm.checkpoint.catalog import TensorInfo
@@ -223,16 +223,7 @@ def narrowed(delivery: Delivery, box: Box) -> Delivery | None:
     if (first, last) == raw[0]:
         return delivery
     assert delivery.divisible, f"{delivery.tensor.name}: cut where an op does not allow it"
-    slot_box = delivery.source.push(((first, last), *raw[1:]))
-    moved = tuple(replace(t, box=_within(t.box, delivery.slot_box, slot_box)) for t in delivery.targets)
-    return replace(delivery, slot_box=slot_box, targets=moved)
-
-
-def _within(local: Box, outer: Box, inner: Box) -> Box:
-    """The part of ``local`` that belongs to ``inner``, where ``local`` as a whole belongs to ``outer``."""
-    lead = len(local) - len(outer)
-    tail = ((a + i - o, a + j - o) for (a, _), (o, _), (i, j) in zip(local[lead:], outer, inner, strict=True))
-    return (*local[:lead], *tail)
+    return delivery.part(((first, last), *raw[1:]))
 
 
 def _message_bytes(chunk_bytes: int) -> int:

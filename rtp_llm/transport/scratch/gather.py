@@ -77,7 +77,7 @@ class Mapped:
         try:
             places = (*range(start, stop, _SAMPLE_BYTES), stop - 1)
             return all(os.preadv(self._descriptor, [self._probe], place, _NOWAIT) == 1 for place in places)
-        except OSError:  # it would wait, or the file system cannot tell (preadv2(2))
+        except OSError:  # it would wait, or the file system does not support the flag (preadv2(2))
             return False
 
 

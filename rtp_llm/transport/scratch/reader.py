@@ -36,11 +36,12 @@ from rtp_llm.transport.scratch.blocks import (
 )
 from rtp_llm.transport.scratch.files import Files
 from rtp_llm.transport.scratch.pool import ReaderPool
-from rtp_llm.transport.scratch.scatter import as_stored, cut, scatter
+from rtp_llm.transport.scratch.scatter import cut, scatter
 from rtp_llm.transport.scratch.staging import Staging
+from rtp_llm.transport.stored import as_stored
 
-#: From this many parts on, a block goes to the device in one transfer and is scattered there: a transfer for each part
-#: costs about 10 microseconds of a thread's time, as much as 400 KB on the link.
+#: From this many parts on, a block goes to the device in one transfer and is scattered there.  A transfer for each part costs about
+#: 10 microseconds of a thread's time, as much as 400 KB on the link.
 _ONE_TRANSFER = 4
 
 #: A strided read of a smaller span is read with its gaps: calls that leave them out take 20 microseconds and more.
@@ -234,7 +235,7 @@ class _Reader:
             content = content.to(self._device, non_blocking=True)
         parts = list(zip(block.extents, block.places, cut(content, spans), strict=True))
         scatter([(place, part) for _, place, part in parts if place is not None])
-        others = [(item.part, as_stored(item.part, part)) for item, place, part in parts if place is None]
+        others = [(item.part, as_stored(item.part.tensor, item.part.raw_box, part)) for item, place, part in parts if place is None]
         if others:
             self._sink.place_all(others)
         staging.give(buffer)

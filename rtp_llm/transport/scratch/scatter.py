@@ -10,9 +10,6 @@ from operator import itemgetter
 
 import torch
 
-from rtp_llm.checkpoint.dtypes import DTYPES
-from rtp_llm.plan.boxes import extent, view
-from rtp_llm.plan.plan import Delivery
 from rtp_llm.transport.interface import Memory, Place
 
 
@@ -44,14 +41,3 @@ def scatter(parts: Sequence[tuple[Place, torch.Tensor]]) -> None:
         contents += [content for _, content in pieces]
     if places:
         torch._foreach_copy_(places, contents, non_blocking=True)
-
-
-def as_stored(part: Delivery, content: torch.Tensor) -> torch.Tensor:
-    """A part's bytes (``uint8``, flat) as a tensor of the stored dtype with the shape of ``part.raw_box``."""
-    tensor = part.tensor
-    name = DTYPES[tensor.dtype].torch_name
-    assert name is not None, f"{tensor.name}: the plan let {tensor.dtype} through"
-    flat = content.view(getattr(torch, name))
-    if tensor.strides is not None:
-        return view(flat.as_strided(tensor.shape, tensor.strides), part.raw_box)
-    return flat.view(extent(part.raw_box))

@@ -15,7 +15,7 @@ import torch
 from rtp_llm.errors import Problem, TransportError
 from rtp_llm.transport.faults import TransportFault
 
-#: Pinned buffers a thread: one is read into while the other one's copy is on its way.
+#: Pinned buffers a thread: one is filled while the other one is copied.
 CUDA_BUFFERS = 2
 
 #: Size of a huge page on x86-64, and on ARM with 4 KiB pages.
