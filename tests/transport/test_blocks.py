@@ -221,7 +221,7 @@ def scaled(folder: Path, experts: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("sink_of", [Collect, Device])
 def test_small_pieces_far_apart_share_a_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box: Box, sink_of: type[Collect]) -> None:
     """A rank's rows or columns of scales between weights: for a device they are staged, and transferred, up to 32 at a time, though each
-    is read by a call of its own; on the host they go right to their places.  Bundles are of one file, and weights that fill the buffer
+    is read by a call of its own; on the host they go right to their places.  Batches are of one file, and weights that fill the buffer
     neither join nor part them."""
     tensors = scaled(tmp_path, 50)
     boxes = {name: box if name.endswith("scale") else ((0, 64), (0, 128)) for name in tensors}

@@ -129,7 +129,7 @@ def test_a_kernel_without_the_call(mapped: Mapped, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_not_cached_is_read(mapped: Mapped, tmp_path: Path) -> None:
-    """Anywhere in the stretch: at its ends, or between them."""
+    """Anywhere in the range: at its ends, or between them."""
     into = memoryview(bytearray(100))
     with (tmp_path / "file").open("rb") as file:
         os.fsync(file.fileno())

@@ -78,7 +78,8 @@ class DerivingPlacement(Placement):
         self._room, self._held, self._stopped = room, 0, False
         self._changed = threading.Condition()
         self._gathered: dict[str, _Gathered] = {}
-        self._positions = {name: place for place, name in enumerate(dict.fromkeys(derived.name for derived, _ in derived_deliveries(plan)))}
+        names = dict.fromkeys(derived.name for derived, _ in derived_deliveries(plan))
+        self._positions = {name: position for position, name in enumerate(names)}
         self._come: set[int] = set()
         self._turn = 0
 
@@ -131,12 +132,12 @@ class DerivingPlacement(Placement):
 
     def _admitted(self, derived: DerivedTensor, dtype: torch.dtype, *, alone: bool) -> _Gathered:
         """The derived tensor, with memory.  ``alone``: it comes in one part, and needs no room."""
-        place, nbytes = self._positions[derived.name], volume(derived.region) * dtype.itemsize
+        position, nbytes = self._positions[derived.name], volume(derived.region) * dtype.itemsize
 
         def may_admit() -> bool:
             if self._stopped or derived.name in self._gathered or alone or self._room is None:
                 return True
-            return place == self._turn and (not self._held or self._held + nbytes <= self._room)
+            return position == self._turn and (not self._held or self._held + nbytes <= self._room)
 
         with self._changed:
             self._changed.wait_for(may_admit)
@@ -145,7 +146,7 @@ class DerivingPlacement(Placement):
             found = self._gathered.get(derived.name)
             if found is not None:
                 return found
-            self._come.add(place)
+            self._come.add(position)
             while self._turn in self._come:
                 self._come.remove(self._turn)
                 self._turn += 1

@@ -47,7 +47,7 @@ _ONE_TRANSFER = 4
 #: A strided read of a smaller span is read with its gaps: calls that leave them out take 20 microseconds and more.
 _SIEVED_BYTES = 16 << 10
 
-#: After each of the first pieces the interpreter's lock is offered; readers would otherwise get it 5 ms later.
+#: After each of this many first pieces the interpreter's lock is offered; readers would otherwise get it 5 ms later.
 _FIRST = 32
 
 #: Bytes that a thread places between two reports of progress: a fiftieth of a second at 3 GB/s.
