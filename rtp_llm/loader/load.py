@@ -19,7 +19,7 @@ from torch import nn
 from rtp_llm.checkpoint import Catalog
 from rtp_llm.config import LoadConfig, ParallelConfig
 from rtp_llm.config.faults import ConfigFault
-from rtp_llm.errors import ConfigError, Problem
+from rtp_llm.errors import ConfigError, Problem, TransportError, internal
 from rtp_llm.layers.cache import CacheSize
 from rtp_llm.loader.cache_room import check_cache
 from rtp_llm.loader.choose import Chosen, choose, fallen_back, reader_team
@@ -40,6 +40,7 @@ from rtp_llm.plan.plan import LoadPlan, digest
 from rtp_llm.plan.room import room_for
 from rtp_llm.transport.fastsafetensors.failure import FastsafetensorsFailure
 from rtp_llm.transport.fastsafetensors.probe import Tier
+from rtp_llm.transport.faults import TransportFault
 from rtp_llm.transport.interface import Moved, Progress, Quiet
 from rtp_llm.transport.policy import SCRATCH
 from rtp_llm.transport.scratch.team import Team
@@ -195,8 +196,19 @@ def _move(
             moved = _deliver(chosen, params, device, load, progress, watch)
     if moved.slow_path and chosen.decision.method != SCRATCH:
         _log.warning("slow path: %d of %d weights were fetched one by one", moved.slow_path, len(drafted.plan.deliveries))
-    assert moved.bytes_placed == drafted.plan.bytes_read, "the transport did not place what was planned"
+    check_placed(moved, drafted.plan)
     return chosen, moved
+
+
+def check_placed(moved: Moved, plan: LoadPlan) -> None:
+    """Refuses a model of which a transport has placed more or less than was planned.
+
+    Raises:
+        TransportError: ``INTERNAL``.
+    """
+    if moved.bytes_placed != plan.bytes_read:
+        what = "the transport did not place the bytes that were planned"
+        raise TransportError(internal(TransportFault.INTERNAL, what, expected=plan.bytes_read, actual=moved.bytes_placed))
 
 
 def _deliver(

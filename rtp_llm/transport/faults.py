@@ -14,3 +14,4 @@ class TransportFault(Enum):
     NOT_AVAILABLE = "a transport that cannot be used here was asked for"
     VERIFY_FAILED = "a loaded weight is not what the file holds"
     LOCK_REFUSED = "memory could not be locked for copies to a GPU"
+    INTERNAL = "a transport of rtp-llm does not do what was planned"
