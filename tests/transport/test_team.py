@@ -143,7 +143,7 @@ def test_a_team_has_one_job() -> None:
     """A second one would be given what the first has returned."""
     with Team[int](CPU, 2, 64) as team:
         assert team.work(lambda staging: 1) == [1, 1]
-        with pytest.raises(AssertionError):
+        with pytest.raises(TransportError, match="INTERNAL.*second job"):
             team.work(lambda staging: 2)
 
 

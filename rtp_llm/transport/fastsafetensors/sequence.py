@@ -15,9 +15,11 @@ from enum import Enum
 
 from rtp_llm.checkpoint.catalog import TensorInfo
 from rtp_llm.config.load import StackedMode
+from rtp_llm.errors import TransportError, internal
 from rtp_llm.plan.boxes import Box, whole
 from rtp_llm.plan.ops import Select, Source
 from rtp_llm.plan.plan import Delivery, LoadPlan
+from rtp_llm.transport.faults import TransportFault
 
 #: Most bytes of a message of small tensors, or of rows of a large one: enough that a broadcast runs at the link's speed
 #: (measured: 4 MiB reach half of it, 64 MiB all), little enough that the buffer of those who receive does not count.
@@ -223,7 +225,8 @@ def narrowed(delivery: Delivery, box: Box) -> Delivery | None:
         return None
     if (first, last) == raw[0]:
         return delivery
-    assert delivery.divisible, f"{delivery.tensor.name}: cut where an op does not allow it"
+    if not delivery.divisible:
+        raise TransportError(internal(TransportFault.INTERNAL, "it is cut where an op does not allow it", tensor=delivery.tensor.name))
     slot_box = delivery.source.push(((first, last), *raw[1:]))
     moved = tuple(replace(t, box=_within(t.box, delivery.slot_box, slot_box)) for t in delivery.targets)
     return replace(delivery, slot_box=slot_box, targets=moved)

@@ -16,8 +16,10 @@ from typing import TypeAlias
 
 from rtp_llm.checkpoint.catalog import TensorInfo
 from rtp_llm.checkpoint.dtypes import DTYPES
+from rtp_llm.errors import TransportError, internal
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.plan.ranges import Runs, byte_runs
+from rtp_llm.transport.faults import TransportFault
 from rtp_llm.transport.interface import Memory, Place
 
 #: Unwanted bytes between tensors that may be read with them, as a part of the wanted ones: a rank that reads its experts
@@ -200,7 +202,9 @@ def _pieces(plan: LoadPlan, direct: Callable[[Delivery], Place | None], room: in
         extent, place = extent_of(delivery), direct(delivery)
         if not extent.runs.length:
             continue  # the box of a rank whose share is empty, or an empty tensor: nothing to read or to write
-        assert place is None or place.nbytes == extent.nbytes, f"{delivery.slot}: {extent.nbytes} bytes for {place.nbytes}"
+        if place is not None and place.nbytes != extent.nbytes:
+            what = "its bytes and their place have different sizes"
+            raise TransportError(internal(TransportFault.INTERNAL, what, tensor=delivery.slot, expected=place.nbytes, actual=extent.nbytes))
         stream = [] if place is None else _streamed(extent, place, room, most_gap)
         if stream:
             if pending:

@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from rtp_llm.errors import TransportError, internal
+from rtp_llm.transport.faults import TransportFault
 from rtp_llm.transport.scratch.numa import near_cpus
 from rtp_llm.transport.scratch.staging import Pinned, Staging
 
@@ -68,7 +70,8 @@ class Team(Generic[T]):
             Exception: the first error of a thread, its own or one of getting its buffers, as soon as it is known, or that of
                 ``meanwhile``.  The others then are still at work: whoever knows the job stops them.
         """
-        assert not self._over, "a team has one job"
+        if self._over:
+            raise TransportError(internal(TransportFault.INTERNAL, "reader threads are given a second job"))
         self._over = True
         for _ in range(self._size):
             self._jobs.put(job)
