@@ -64,8 +64,19 @@ class Problem:
         return text
 
 
+#: The name of the fault, in every package's enumeration, that is a mistake in this project.
+INTERNAL = "INTERNAL"
+
+
+def internal(fault: Enum, what: str, *, tensor: str | None = None, expected: object = None, actual: object = None) -> Problem:
+    """A promise to the user that this project itself did not keep.  ``fault`` is a package's ``INTERNAL``."""
+    fix = "this is a defect of rtp-llm, not of the checkpoint: please report it with this message"
+    wanted, found = (None if value is None else str(value) for value in (expected, actual))
+    return Problem(fault, what, tensor=tensor, expected=wanted, actual=found, fix=fix)
+
+
 class RtpLlmError(ValueError):
-    """Something the user can put right: input, settings, or the machine.  ``problems`` holds every finding."""
+    """Something the user can put right (input, settings, or the machine) or report (``INTERNAL``).  ``problems`` holds every finding."""
 
     #: What the step that failed is called in the first line of the message.
     step = "rtp_llm"

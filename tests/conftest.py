@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.paths import ROOT, child_env
+# pytest writes the assertions of test files as ifs; with this those of helpers too, so that both count under python -O.
+pytest.register_assert_rewrite(*(f"tests.{folder.name}" for folder in Path(__file__).parent.iterdir() if folder.is_dir()))
+
+from tests.support.paths import ROOT, child_env  # noqa: E402  # a helper
 
 # Before torch or transformers are imported anywhere: no test reaches a hub, and workers do not fight for cores.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,14 +23,15 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hypothesis: the same examples everywhere, so that a run can be repeated, and no limit of time, since a busy machine is
-    no fault.  ``--hypothesis-profile search`` looks for new ones."""
+    """Hypothesis: the same examples everywhere, so that a run can be repeated, and nothing that depends on time (a deadline,
+    the check for slow examples), since a busy machine is no fault.  ``--hypothesis-profile search`` looks for new ones."""
     if not config.pluginmanager.hasplugin("hypothesispytest"):
         return  # a GPU machine may lack it, and no test there needs it
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
-    settings.register_profile("suite", deadline=None, derandomize=True)
-    settings.register_profile("search", deadline=None, max_examples=2000)
+    patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("suite", patient, derandomize=True)
+    settings.register_profile("search", patient, max_examples=2000)
     settings.load_profile(config.getoption("--hypothesis-profile") or "suite")
 
 

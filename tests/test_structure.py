@@ -53,6 +53,30 @@ def imports(file: Path) -> set[str]:
     return found
 
 
+#: Calls that an assertion may hold: they look, and change nothing.
+LOOKS = frozenset({"all", "any", "isinstance", "issubclass", "len", "max", "min", "set", "sorted", "sum", "tuple", "type"})
+
+
+def changes(node: ast.AST) -> bool:
+    """Whether something may happen besides looking: any call that is not in the list, an assignment, a suspension."""
+    if isinstance(node, ast.Call):
+        return not (isinstance(node.func, ast.Name) and node.func.id in LOOKS)
+    return isinstance(node, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom))
+
+
+def test_assertions_only_look() -> None:
+    """``python -O`` leaves assertions out, so nothing may be done in one; what keeps a promise to a user is no assertion at all."""
+    files = list(ROOT.glob("rtp_llm/**/*.py"))
+    assert files
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Assert) and any(map(changes, ast.walk(node.test)))
+    ]
+    assert found == []
+
+
 def test_version_is_stated_once() -> None:
     """The installed distribution has the version of ``rtp_llm/version.py``; a stale editable install fails here.
     A platform's wheel adds its local label."""

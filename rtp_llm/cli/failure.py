@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from rtp_llm.cli.output import printable
-from rtp_llm.errors import MESSAGE_LIMIT, Problem, RtpLlmError
+from rtp_llm.errors import INTERNAL, MESSAGE_LIMIT, Problem, RtpLlmError
 
 #: Something the user can put right; the code that click, grep and others use for it.
 USER_ERROR = 2
@@ -80,7 +80,8 @@ def _of_problems(error: RtpLlmError) -> Failure:
         if count > MESSAGE_LIMIT:
             lines.append(f"  ... and {count - MESSAGE_LIMIT} more (--json lists all)")
     loud = any(problem.code in _LOUD for problem in error.problems)
-    return Failure(type(error).__name__, tuple(lines), USER_ERROR, error.problems, loud=loud)
+    code = INTERNAL_ERROR if any(problem.code == INTERNAL for problem in error.problems) else USER_ERROR
+    return Failure(type(error).__name__, tuple(lines), code, error.problems, loud=loud)
 
 
 def _of_usage(error: click.ClickException) -> Failure:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rtp_llm.errors import PlanError, internal
+from rtp_llm.layers.faults import LayerFault
 from rtp_llm.plan.derived import DerivedTile
 from rtp_llm.plan.pieces import ExpertSlots, Fill, ParamSpec, Piece
 
@@ -42,8 +44,8 @@ class Planned(nn.Module):
 def param_specs(model: nn.Module) -> Iterator[ParamSpec]:
     """Every parameter of ``model`` with its tiling, in module order.
 
-    A parameter or buffer that no :class:`Planned` module states would stay uninitialised: that is a mistake in the
-    family, and asserted.
+    Raises:
+        PlanError: ``INTERNAL``, for a parameter or buffer that no :class:`Planned` module states: it would stay uninitialised.
     """
     stated = set()
     for prefix, module in model.named_modules():
@@ -57,7 +59,8 @@ def param_specs(model: nn.Module) -> Iterator[ParamSpec]:
             yield ParamSpec(name, tuple(parameter.shape), dtype, tiles[attribute], attribute in exact)
     unstated = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
     unstated -= stated
-    assert not unstated, f"parameters that no module plans: {sorted(unstated)}"
+    if unstated:
+        raise PlanError([internal(LayerFault.INTERNAL, "no module plans this parameter", tensor=name) for name in unstated])
 
 
 def expert_slots(model: nn.Module) -> tuple[ExpertSlots, ...]:

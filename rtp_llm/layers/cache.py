@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rtp_llm.errors import Problem
+from rtp_llm.errors import Problem, internal
 from rtp_llm.kernels.paging import PAGE_SIZE, SAFE_PAGE, HostRows, PagedRows, pages_for
 from rtp_llm.layers.faults import ForwardError, LayerFault
 
@@ -167,7 +167,8 @@ class PagedCache:
 
     def release(self, slot: int) -> None:
         """Forgets a sequence; its pages are free."""
-        assert self._taken[slot], "a slot that nobody has taken"
+        if not self._taken[slot]:
+            raise ForwardError(internal(LayerFault.INTERNAL, "a slot of the KV cache is given back that nobody has taken", actual=slot))
         self._free += reversed(self._tables[slot, : self._held[slot]].tolist())
         self._held[slot] = self._lengths[slot] = 0
         self._taken[slot] = False
@@ -240,7 +241,8 @@ class PagedCache:
 
     def advance(self, rows: HostRows) -> None:
         """Counts the tokens of a pass that every layer has written."""
-        assert self._open is not None and self._open[0] is rows, "a pass that was not begun"
+        if self._open is None or self._open[0] is not rows:
+            raise ForwardError(internal(LayerFault.INTERNAL, "the KV cache is to count a pass that was not begun"))
         for slot, pages in self._open[1]:
             self._grow(slot, pages)
             del self._free[len(self._free) - len(pages) :]

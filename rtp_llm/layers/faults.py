@@ -17,6 +17,7 @@ class LayerFault(Enum):
     NO_PAGES = "the KV cache has no free pages for the tokens"
     NO_SLOT = "the KV cache has no place for another sequence"
     NO_POOLER = "the checkpoint holds no pooler"
+    INTERNAL = "a layer of rtp-llm does not do what it has to"
 
 
 class ForwardError(RtpLlmError):

@@ -17,3 +17,4 @@ class ParallelFault(Enum):
     NO_EXPERTS = "expert parallelism was asked of a model without experts"
     TOO_MANY_EXPERT_RANKS = "there are more expert-parallel ranks than experts"
     BAD_EXPERT_TABLE = "a table of physical experts does not fit the model or the ranks"
+    INTERNAL = "ranks of rtp-llm are given what they cannot share"

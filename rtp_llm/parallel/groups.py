@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rtp_llm.config.parallel import ParallelConfig
-from rtp_llm.errors import ParallelError, Problem
+from rtp_llm.errors import ParallelError, Problem, internal
 from rtp_llm.parallel.experts import Ownership
 from rtp_llm.parallel.faults import ParallelFault
 from rtp_llm.parallel.watch import broken
@@ -93,8 +93,11 @@ class ExpertParallel:
     ownership: Ownership = Ownership()
 
     def held(self, layer: int, count: int) -> tuple[tuple[int, ...], ...]:
-        """The logical experts of each expert-parallel rank; see :meth:`Ownership.held`."""
-        assert self.ownership.ranks == self.size, (self.ownership.ranks, self.size)
+        """For each expert-parallel rank the logical experts that it holds; see :meth:`Ownership.held`."""
+        if self.ownership.ranks != self.size:
+            raise ParallelError(
+                internal(ParallelFault.INTERNAL, "the table of experts is for other ranks", expected=self.size, actual=self.ownership.ranks)
+            )
         return self.ownership.held(layer, count)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rtp_llm.errors import PlanError, Problem
+from rtp_llm.errors import PlanError, Problem, internal
 from rtp_llm.parallel.faults import ParallelFault
 
 #: Vocabulary rows are padded to a multiple of this for each rank: GEMM kernels want 64-row tiles, and Megatron's and
@@ -62,8 +62,15 @@ def check_divisible(conditions: Iterable[Divisibility], ranks: int) -> None:
 
 
 def even(size: int, ranks: int, rank: int) -> Span:
-    """``rank``'s contiguous part of ``size``, which ``ranks`` divides."""
-    assert size % ranks == 0 and 0 <= rank < ranks, (size, ranks, rank)
+    """``rank``'s contiguous part of ``size``; the caller has made sure that it divides."""
+    if size % ranks or not 0 <= rank < ranks:
+        raise PlanError(
+            internal(
+                ParallelFault.INTERNAL,
+                "a layer divides a size that no condition of its family names",
+                actual=f"{size} over {ranks}, rank {rank}",
+            )
+        )
     part = size // ranks
     return part * rank, part * (rank + 1)
 
@@ -72,7 +79,10 @@ def kv_heads(heads: int, ranks: int, rank: int) -> Span:
     """The KV heads of ``rank``: its share, or, with more ranks than heads, the one head that it shares."""
     if ranks <= heads:
         return even(heads, ranks, rank)
-    assert ranks % heads == 0, (heads, ranks)
+    if ranks % heads:
+        raise PlanError(
+            internal(ParallelFault.INTERNAL, "a layer shares heads that no condition of its family names", actual=f"{heads} over {ranks}")
+        )
     head = rank // (ranks // heads)
     return head, head + 1
 

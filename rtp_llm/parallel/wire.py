@@ -15,6 +15,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from rtp_llm.errors import ParallelError, internal
+from rtp_llm.parallel.faults import ParallelFault
+
 T = TypeVar("T")
 
 #: Seconds between two checks for another rank's error while a message is under way.
@@ -40,7 +43,10 @@ def send_bytes(tensor: torch.Tensor, to: int, group: dist.ProcessGroup, check: C
 
 def receive_bytes(into: torch.Tensor, source: int, group: dist.ProcessGroup, check: Callable[[], None]) -> None:
     """Fills the contiguous CPU tensor ``into`` with the bytes that group rank ``source`` sends."""
-    assert into.is_contiguous() and into.device.type == "cpu"
+    if not into.is_contiguous() or into.device.type != "cpu":
+        raise ParallelError(
+            internal(ParallelFault.INTERNAL, "bytes would be received into a copy", expected="contiguous memory of the host")
+        )
     _wait(dist.irecv(into.reshape(-1).view(torch.uint8), group=group, group_src=source), check)
 
 
@@ -68,7 +74,8 @@ def all_gather_bytes(parts: Sequence[torch.Tensor], flat: torch.Tensor, group: d
 def _together(tensors: Sequence[torch.Tensor], start: Callable[[], dist.Work | None], check: Callable[[], None]) -> None:
     """Starts a collective and waits for its end; empty tensors are not sent."""
     first = tensors[0]
-    assert all(t.dtype is torch.uint8 and t.is_contiguous() and t.shape == first.shape for t in tensors)
+    if not all(t.dtype is torch.uint8 and t.is_contiguous() and t.shape == first.shape for t in tensors):
+        raise ParallelError(internal(ParallelFault.INTERNAL, "a collective is given other things than equal parts of contiguous bytes"))
     if not first.numel():
         return
     stream = torch.cuda.current_stream(first.device) if first.is_cuda else None

@@ -18,3 +18,4 @@ class PlanFault(Enum):
     SOURCE_UNCOVERED = "parts of a checkpoint tensor are used twice or not at all"
     NOT_REVERSIBLE = "a parameter cannot be written back as it stood in the checkpoint"
     OUT_OF_MEMORY = "the predicted peak does not fit the free memory"
+    INTERNAL = "a model or a mapping of rtp-llm contradicts itself"

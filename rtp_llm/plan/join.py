@@ -9,7 +9,7 @@ from math import prod
 
 from rtp_llm.checkpoint.catalog import Catalog, TensorInfo
 from rtp_llm.checkpoint.dtypes import DTYPES, DTYPES_BY_TORCH_NAME
-from rtp_llm.errors import Problem
+from rtp_llm.errors import PlanError, Problem, internal
 from rtp_llm.plan.boxes import Box, Shape, extent, whole
 from rtp_llm.plan.coverage import tiles
 from rtp_llm.plan.derived import DerivedPlace, DerivedTensor, DerivedTile, Transform
@@ -17,7 +17,7 @@ from rtp_llm.plan.dtypes import CASTABLE, cast_is_exact
 from rtp_llm.plan.expert_check import Contradicted, contradictions, proposed_names
 from rtp_llm.plan.faults import PlanFault
 from rtp_llm.plan.ops import Source
-from rtp_llm.plan.pieces import Fill
+from rtp_llm.plan.pieces import Fill, Piece
 from rtp_llm.plan.plan import Delivery, LoadPlan, ModelSide, Skipped, Target, agreement_lines, compatible, digest
 from rtp_llm.plan.rules import Mapping, WrongShape, template
 
@@ -95,7 +95,7 @@ def join(catalog: Catalog, mapping: Mapping, model: ModelSide) -> LoadPlan:
         A plan; with ``problems`` where the two sides do not fit (all of them at once), which must not be carried out.
 
     Raises:
-        PlanError: parameters whose tiles do not fill them exactly once: a mistake in a layer, not in the checkpoint.
+        PlanError: ``INTERNAL``, where the model's layers contradict themselves or each other.
     """
     tensors = {t.name: t for t in catalog.tensors}
     found = provide(mapping, catalog.tensors)
@@ -181,14 +181,22 @@ def _needs(
             problems[fault, slot] = _describe(fault, slot, shape, dtype, source, tensor)
         return fault is None
 
+    def need(tile: Piece | DerivedTile) -> None:
+        shape = needs.setdefault(tile.slot, tile.slot_shape)
+        if shape != tile.slot_shape:
+            raise PlanError(
+                internal(PlanFault.INTERNAL, "layers expect different shapes of it", tensor=tile.slot, actual=f"{shape}, {tile.slot_shape}")
+            )
+
     for param in model.params:
-        assert tiles(param.shape, [t.local_box for t in param.tiles]), f"{param.name}: tiles do not fill {param.shape} exactly once"
+        if not tiles(param.shape, [t.local_box for t in param.tiles]):
+            raise PlanError(internal(PlanFault.INTERNAL, f"its tiles do not fill {param.shape} exactly once", tensor=param.name))
         for tile in param.tiles:
             if isinstance(tile, Fill):
                 fills.append((param.name, tile))
                 continue
             if isinstance(tile, DerivedTile):
-                assert needs.setdefault(tile.slot, tile.slot_shape) == tile.slot_shape, f"{tile.slot}: layers expect different shapes"
+                need(tile)
                 if fits(tile.slot, tile.slot_shape, _ANY_FLOAT, False):
                     source = slots[tile.slot]
                     divisible = tensors[source.raw].strides is None and all(op.local for op in source.ops)
@@ -197,8 +205,9 @@ def _needs(
                     _, places = transforms.setdefault((tile.slot, region), (tile.transform, []))
                     places.append(DerivedPlace(param.name, tile.local_box, tile.output, tile.box))
                 continue
-            assert compatible(tile.slot_box, tile.local_box), f"{param.name}: {tile} changes shape"
-            assert needs.setdefault(tile.slot, tile.slot_shape) == tile.slot_shape, f"{tile.slot}: layers expect different shapes"
+            if not compatible(tile.slot_box, tile.local_box):
+                raise PlanError(internal(PlanFault.INTERNAL, f"a tile of it changes shape: {tile}", tensor=param.name))
+            need(tile)
             if fits(tile.slot, tile.slot_shape, param.dtype, param.exact):
                 wants[tile.slot, tile.slot_box].append(Target(param.name, tile.local_box))
     for layer in model.experts:

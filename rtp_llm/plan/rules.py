@@ -6,11 +6,13 @@ dictionary keys: 91,000 names take 91,000 look-ups, whatever the number of rules
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Mapping as AbstractMapping
 from dataclasses import dataclass, field, replace
 from math import gcd, prod
 
+from rtp_llm.errors import PlanError, internal
 from rtp_llm.plan.boxes import Shape
 from rtp_llm.plan.faults import PlanFault
 from rtp_llm.plan.ops import Cut, Op, Select
@@ -246,8 +248,10 @@ class Mapping:
         rules = {rule.raw: rule for rule in self.rules}
         reasons = {skip.raw: skip.reason for skip in self.skips}
         refusals = {refused.raw: refused.reason for refused in self.refused}
-        every = [*rules, *reasons, *refusals]
-        assert len(every) == len({*every}) == len(self.rules) + len(self.skips) + len(self.refused), "a template with two rules"
+        stated = Counter([*(rule.raw for rule in self.rules), *(skip.raw for skip in (*self.skips, *self.refused))])
+        if len(stated) != stated.total():
+            twice = [raw for raw, times in stated.items() if times > 1]
+            raise PlanError([internal(PlanFault.INTERNAL, "the mapping has two rules for it", tensor=raw) for raw in twice])
         by_slot: dict[str, tuple[Rule, ...]] = {}
         for rule in self.rules:
             for slot in rule.slots:

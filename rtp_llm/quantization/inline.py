@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
+from rtp_llm.errors import PlanError, internal
 from rtp_llm.parallel.shard import Span
 from rtp_llm.plan.boxes import Box, Shape, extent, view, volume
 from rtp_llm.plan.derived import DerivedTile, OutputPlace
+from rtp_llm.plan.faults import PlanFault
 from rtp_llm.quantization.forms import COLUMNS, ROWS, Along, Fixed, Laid, Matrix, TensorForm
 from rtp_llm.quantization.scaled import Grid, Scaled, grid_label
 
@@ -190,7 +192,8 @@ def made_tiles(laid: Laid, matrices: Sequence[Matrix], grid: Grid) -> tuple[Deri
     for matrix, local in zip(matrices, laid.boxes, strict=True):
         box = tuple(dim.span(matrix) for dim in laid.form.dims)
         lead = len(local) - len(box)
-        assert extent(box) == extent(local)[lead:]
+        if extent(box) != extent(local)[lead:]:
+            raise PlanError(internal(PlanFault.INTERNAL, f"{laid.form.name} of it has another shape than its place", tensor=matrix.slot))
         for part in _bands(box, laid.form, matrix, grid):
             moved = ((p - a + o, q - a + o) for (p, q), (a, _), (o, _) in zip(part, box, local[lead:], strict=True))
             tiles.append(DerivedTile(f"{matrix.slot}.weight", matrix.shape, transform, laid.form.name, part, (*local[:lead], *moved)))

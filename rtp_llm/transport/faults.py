@@ -13,5 +13,5 @@ class TransportFault(Enum):
     IO_ERROR = "the operating system could not read"
     NOT_AVAILABLE = "a transport that cannot be used here was asked for"
     VERIFY_FAILED = "a loaded weight is not what the file holds"
-    INCOMPLETE = "a transport did not place what was planned"
     LOCK_REFUSED = "memory could not be locked for copies to a GPU"
+    INTERNAL = "a transport of rtp-llm does not do what was planned"

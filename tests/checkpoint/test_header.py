@@ -19,7 +19,7 @@ from rtp_llm.checkpoint.header import MAX_PROBLEMS, read_header
 from tests.attacks.hostile import craft, entry
 
 #: One file for each example is enough; tmp_path is shared between examples and every example overwrites its file.
-SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 NAMES = st.text(st.characters(categories=("L", "N", "P", "S"), max_codepoint=0x2FFF), min_size=1, max_size=12).filter(
     lambda s: s.isprintable() and s != "__metadata__"

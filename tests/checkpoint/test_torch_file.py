@@ -193,7 +193,7 @@ def _saved() -> bytes:
     return stream.getvalue()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_mutated_files_never_crash(tmp_path: Path, data: st.DataObject) -> None:
     """A byte changed, or the end cut, anywhere in the archive or its pickle gives problems or a catalogue whose ranges

@@ -50,8 +50,11 @@ def test_a_pass_counts_when_it_is_done() -> None:
     host = made.begin(1, 13, [second])
     made.advance(host)
     assert made.free_pages == 5 and made.lengths([first, second]) == [20, 13]
-    with pytest.raises(AssertionError, match="not begun"):
+    with pytest.raises(ForwardError, match="INTERNAL.*not begun"):
         made.advance(host)
+    made.release(first)
+    with pytest.raises(ForwardError, match="INTERNAL.*nobody has taken"):
+        made.release(first)  # its pages would be free twice, and two sequences would write into them
 
 
 def test_tokens_lie_where_the_tables_say() -> None:

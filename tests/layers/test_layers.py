@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.activations import ACT2FN
 
-from rtp_llm.errors import ConfigError
+from rtp_llm.errors import ConfigError, PlanError
 from rtp_llm.layers.activation import ACTIVATIONS, activation
 from rtp_llm.layers.attention import causal_mask
 from rtp_llm.layers.base import Planned, param_specs
@@ -145,5 +145,5 @@ def test_a_parameter_that_no_layer_plans_is_a_mistake() -> None:
     """It would stay uninitialised, so planning stops."""
     layer = RMSNorm("n", 4, 1e-6, dtype=F32)
     layer.register_buffer("table", torch.zeros(3))
-    with pytest.raises(AssertionError, match="table"):
+    with pytest.raises(PlanError, match=r"INTERNAL.*\(tensor 0\.table\)"):
         list(param_specs(torch.nn.Sequential(layer)))

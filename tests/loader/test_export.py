@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from rtp_llm import LoadConfig, ParallelConfig, export_checkpoint, load_model
 from rtp_llm.errors import ConfigError, PlanError
+from rtp_llm.loader.export.files import completed
 from rtp_llm.loader.load import LoadedModel
 from rtp_llm.plan.pieces import ParamSpec
 from rtp_llm.plan.plan import Target
@@ -162,6 +163,17 @@ def test_an_empty_directory_is_written_to_from_inside(tmp_path: Path, monkeypatc
     export_checkpoint(load_model(source, load=CPU), ".")
     assert digests(out) == digests(source) and out.stat().st_ino == identity
     assert not (out / ".partial").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_a_directory_is_a_checkpoint_when_all_of_it_is_there(tmp_path: Path) -> None:
+    """An export into a directory that is there moves ``config.json`` last: one that ends on the way (here because somebody has put a
+    directory where a file belongs) leaves nothing that would be taken for a checkpoint."""
+    with pytest.raises(OSError), completed(tmp_path) as partial:
+        for name in ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json"):
+            (partial / name).write_text("")
+        (tmp_path / "tokenizer.json").mkdir()
+    assert (tmp_path / "model.safetensors").exists() and not (tmp_path / "config.json").exists()
+    assert not (tmp_path / ".partial").exists()
 
 
 def test_tensors_outside_the_index_are_left_out(tmp_path: Path) -> None:

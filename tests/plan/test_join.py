@@ -8,6 +8,7 @@ import pytest
 
 from rtp_llm.checkpoint.catalog import Catalog, FileInfo, TensorInfo
 from rtp_llm.errors import PlanError
+from rtp_llm.plan.boxes import whole
 from rtp_llm.plan.faults import PlanFault
 from rtp_llm.plan.ops import Cut
 from rtp_llm.plan.pieces import Fill, ParamSpec, Piece
@@ -103,12 +104,35 @@ def test_a_source_that_is_used_in_part() -> None:
 
 @pytest.mark.parametrize("tiles", [((0, 4), (5, 6)), ((0, 4), (3, 6)), ((0, 4), (4, 5))])
 def test_a_layer_that_does_not_tile_its_parameter_is_our_mistake(tiles: tuple[tuple[int, int], ...]) -> None:
-    """Gaps, overlaps and short tilings of a parameter are asserted before anything is planned."""
+    """Gaps, overlaps and short tilings of a parameter are refused before anything is planned, by name, as a defect to report."""
     pieces = tuple(
         Piece(f"layers.0.{k}", (b - a, 3), ((0, b - a), (0, 3)), ((a, b), (0, 3))) for k, (a, b) in zip("qk", tiles, strict=True)
     )
-    with pytest.raises(AssertionError, match="exactly once"):
+    with pytest.raises(PlanError, match=r"INTERNAL.*exactly once \(tensor p\).*please report"):
         plan_of(catalog(l_0_q=(4, 3), l_0_k=(2, 3)), ParamSpec("p", (6, 3), "bfloat16", pieces))
+
+
+def test_layers_that_contradict_each_other_are_our_mistake() -> None:
+    """One slot, and two shapes: whichever was right, the other layer's weights would be wrong."""
+    specs = [
+        ParamSpec(name, shape, "bfloat16", (Piece("layers.0.q", shape, whole(shape), whole(shape)),))
+        for name, shape in {"p": (4, 3), "r": (3, 4)}.items()
+    ]
+    with pytest.raises(PlanError, match=r"INTERNAL.*different shapes of it \(tensor layers\.0\.q\)"):
+        plan_of(catalog(l_0_q=(4, 3)), *specs)
+
+
+def test_a_piece_that_changes_shape_is_our_mistake() -> None:
+    """A box of a slot fills a place of its own shape."""
+    piece = Piece("layers.0.q", (4, 3), whole((4, 3)), whole((3, 4)))
+    with pytest.raises(PlanError, match=r"INTERNAL.*changes shape.*\(tensor p\)"):
+        plan_of(catalog(l_0_q=(4, 3)), ParamSpec("p", (3, 4), "bfloat16", (piece,)))
+
+
+def test_a_mapping_with_two_rules_for_one_tensor_is_our_mistake() -> None:
+    """Rules, skips and refusals are looked up by template: a second one would hide the first."""
+    with pytest.raises(PlanError, match=r"INTERNAL.*two rules for it \(tensor l\.\{\}\.q\)"):
+        Mapping((Rule("l.{}.q", "layers.{}.q"),), (Skip("l.{}.q", "not needed"),))
 
 
 def test_one_read_serves_all_who_want_it() -> None:

@@ -182,6 +182,46 @@ def test_threads_wait_for_room(wide: Path) -> None:
     assert sink.made == len(found.plan.derived) and sink._held == 0 and 0 < sink.most <= room
 
 
+class Waits(threading.Condition):
+    """Counts who has begun to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.begun.release()
+        return super().wait(timeout)
+
+
+def test_tensors_are_admitted_in_the_order_of_the_plan(tmp_path: Path) -> None:
+    """A read may hold the end of one tensor and the beginning of the next.  If tensors came in as their parts arrive, the ends of the
+    second and the fourth could take all the room, while their beginnings are held by threads that wait for room for the first and
+    the third: nobody would go on.  So whoever comes before its turn waits, room or no room."""
+    folder = save_tiny_llama(tmp_path / "m", dtype=torch.bfloat16, num_hidden_layers=1, num_key_value_heads=6)
+    found = prepared(folder, LoadConfig(device="cpu", quantization="inline-fp8-tensor"))
+    size = 48 * 48 * 2
+    derived, attention = found.plan.derived, {".q.", ".k.", ".v.", ".o."}
+    own = [d for d in found.plan.deliveries if d.targets[0].param in derived and any(name in d.slot for name in attention)]
+    every = [list(d.parts(size // 2)) for d in found.plan.deliveries if d.targets[0].param in derived]
+    at = [number for number, parts in enumerate(every) if parts[0].slot in {d.slot for d in own}]
+    assert [len(every[number]) for number in at] == [2, 2, 2, 2] and at == [*range(at[0], at[0] + 4)]
+    sink = Recording(allocate(found.model, found.plan, torch.device("cpu")), found.plan, 2 * size)
+    sink._changed = waits = Waits()
+    for parts in every[: at[0]]:
+        bring(sink, parts)
+    (a, b), (c, d), (e, f), (g, h) = (every[number] for number in at)
+    threads = []
+    for read in ([h], [d, e], [f, g], [b, c], [a]):  # the last first
+        threads.append(begin(bring, sink, read))
+        while threads[-1].is_alive() and not waits.begun.acquire(timeout=0.01):
+            pass
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert sink.made == at[-1] + 1
+
+
 def test_who_waits_leaves_when_the_load_is_given_up(wide: Path) -> None:
     """``stop`` ends every wait with an exception of its own."""
     found = prepared(wide, LoadConfig(device="cpu", quantization="inline-fp8-tensor"))
@@ -294,6 +334,20 @@ def test_room_of_a_sequence(wide: Path) -> None:
     every = sum(2 * volume(derived.region) for derived, own in zip(plan.derived.values(), parts, strict=False) if len(own) > 1)
     assert largest < every <= held_bytes([*begun, *ends], plan.derived, step)
     assert staging_limits(plan, ReaderLimits(1, 1024 * MIB, 0, 1, step)).nbytes == largest + working
+
+
+@pytest.mark.parametrize(("threads", "part_bytes"), [(1, 1000), (2, 1000), (20, 1000), (10**6, 1000), (20, 10**6)])
+def test_room_of_threads(tmp_path: Path, threads: int, part_bytes: int) -> None:
+    """Two of the largest tensors, so that one is made while another one comes; and beside one, what all threads have in hand: small
+    tensors are not to stop many threads.  Never more than there is."""
+    plan = build_plan(save_tiny_llama(tmp_path, dtype=torch.bfloat16), load=LoadConfig(device="cpu", quantization="inline-fp8-tensor"))
+    sizes = [2 * volume(tensor.region) for tensor in plan.derived.values()]
+    several = [nbytes for nbytes in sizes if nbytes > part_bytes]
+    largest = max(several, default=0)
+    room = staging_limits(plan, ReaderLimits(threads, part_bytes, 0, 1, MIB))
+    wanted = {(1, 1000): 2 * largest, (2, 1000): 2 * largest, (20, 1000): largest + 20_000, (10**6, 1000): sum(several), (20, 10**6): 0}
+    assert room.parts == wanted[threads, part_bytes]
+    assert room.single == (sum(sizes) if part_bytes == 10**6 else 0)
 
 
 @pytest.mark.parametrize("grid", GRIDS)

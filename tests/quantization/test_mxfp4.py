@@ -92,7 +92,7 @@ def test_bfloat16_as_published(tmp_path: Path) -> None:
     assert loaded.plan.bytes_read == loaded.plan.bytes_resident == sum(t.nbytes for t in loaded.plan.catalog.tensors)
     with torch.inference_mode():
         assert closeness(loaded.model(token_ids()), reference(token_ids()).logits) > 0.999
-    said = plan_json(loaded.plan)
+    said = plan_json(loaded.plan, loaded.report.budget)
     assert said["experts"][0]["layout"] == {"down": "stacked", "gate_up": "stacked"}
     assert said["quantization"]["schemes"] == [{"scheme": "MXFP4, a scale for each 32 columns", "modules": 2 * 2 * EXPERTS}]
     matched = {one["entry"]: one["matched"] for one in said["quantization"]["lists"]}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rtp_llm import LoadConfig, build_plan
-from rtp_llm.plan.views import plan_json
+from rtp_llm.plan.views import quantization_json
 from rtp_llm.quantization.faults import QuantizationError
 from rtp_llm.quantization.names import Match, Names
 from tests.quantization.formats import FORMATS, Tensors, declare, make
@@ -100,7 +100,7 @@ def test_exclusions_are_held_against_the_tensors_and_reported(tmp_path: Path) ->
     declare(tmp_path, quantization_config=FORMATS["fp8-static"].config | {"ignored_layers": listed})
     plan = build_plan(tmp_path, load=CPU)
     assert not plan.problems
-    found = plan_json(plan)["quantization"]
+    found = quantization_json(plan)
     assert found["method"] == "fp8" and found["schemes"] == [{"scheme": "FP8, a scale for each tensor, static activations", "modules": 13}]
     assert {entry["entry"]: entry["matched"] for entry in found["lists"]} == {
         "lm_head": 1,

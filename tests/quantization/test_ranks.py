@@ -83,5 +83,5 @@ def test_ranks_with_unequal_shares_agree(tmp_path: Path) -> None:
     variants.make("qwen3_moe", tmp_path)
     load = LoadConfig(device="cpu", quantization="inline-fp8-tensor")
     plans = [build_plan(tmp_path, ParallelConfig(ep_size=2, ep_rank=rank), load) for rank in range(2)]
-    assert plans[0].quantization != plans[1].quantization
+    assert plans[0].model.quantization != plans[1].model.quantization
     assert plans[0].digest == plans[1].digest

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from rtp_llm import LoadConfig, ParallelConfig, build_plan, export_checkpoint, load_model
 from rtp_llm.errors import RtpLlmError
-from rtp_llm.plan.views import plan_json
+from rtp_llm.plan.views import expert_table
 from tests.models.reference import distance, token_ids
 from tests.quantization.formats import FORMATS, Tensors, check_weights, declare, dense_weights, digest, fp8_blocks, make
 
@@ -50,7 +50,7 @@ def test_scales_follow_their_experts(tmp_path: Path) -> None:
     with torch.inference_mode():
         assert distance(loaded.model(token_ids()), logits) < 1e-4
     assert digest(export_checkpoint(loaded, tmp_path / "out")) == digest(folder)
-    layouts = plan_json(loaded.plan)["experts"][0]["layout"]
+    layouts = expert_table(loaded.plan)[0]["layout"]
     assert layouts == {"down": "stacked", "gate_up": "stacked"}
     for place in (ParallelConfig(), *(ParallelConfig(2, r) for r in (0, 1)), *(ParallelConfig(ep_size=2, ep_rank=r) for r in (0, 1))):
         part = load_model(folder, parallel=place, load=CPU)

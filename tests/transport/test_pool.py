@@ -141,10 +141,10 @@ def test_an_interrupt_anywhere_leaves_no_thread() -> None:
 
 def test_a_team_has_one_job() -> None:
     """A second one would be given what the first has returned."""
-    with ReaderPool[int](CPU, 2, 64) as pool:
-        assert pool.work(lambda staging: 1) == [1, 1]
-        with pytest.raises(AssertionError):
-            pool.work(lambda staging: 2)
+    with ReaderPool[int](CPU, 2, 64) as team:
+        assert team.work(lambda staging: 1) == [1, 1]
+        with pytest.raises(TransportError, match="INTERNAL.*second job"):
+            team.work(lambda staging: 2)
 
 
 def test_a_load_that_cannot_be_planned_leaves_no_thread(tmp_path: Path) -> None:

@@ -12,16 +12,18 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 #: Resets the kernel's high-water mark of resident memory (proc(5), ``clear_refs``).
 _RESET_PEAK = "5"
+#: Where a container sees its own control group (cgroup v2).
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
-def free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device, control_group: Path = _CONTROL_GROUP) -> int:
     """Bytes that can still be allocated on ``device``: the driver's free memory, or the kernel's estimate of available
     memory, and no more than the control group allows."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     available = _kibibytes(Path("/proc/meminfo").read_text(), "MemAvailable")
-    return min(available, _control_group_free(available))
+    return min(available, _control_group_free(control_group, available))
 
 
 def _kibibytes(text: str, name: str) -> int:
@@ -29,9 +31,8 @@ def _kibibytes(text: str, name: str) -> int:
     return int(found.group(1)) * 1024 if found else 0
 
 
-def _control_group_free(otherwise: int) -> int:
+def _control_group_free(root: Path, otherwise: int) -> int:
     """Bytes that cgroup v2's limit leaves, reclaimable page cache included; ``otherwise`` without a limit."""
-    root = Path("/sys/fs/cgroup")
     try:
         limit, used = (root / "memory.max").read_text().strip(), int((root / "memory.current").read_text())
         cache = re.search(r"^file (\d+)$", (root / "memory.stat").read_text(), re.MULTILINE)

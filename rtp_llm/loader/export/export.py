@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rtp_llm.checkpoint import DTYPES, TensorInfo
-from rtp_llm.errors import PlanError, Problem
+from rtp_llm.errors import PlanError, Problem, internal
 from rtp_llm.loader.export.files import check_room, completed, copy_companions, header_bytes, renamed, write_index
 from rtp_llm.loader.load import LoadedModel
 from rtp_llm.parallel.watch import Watch
@@ -199,7 +199,8 @@ class _Exporter:
     def _held(self, slot: str, box: Box, tensor: TensorInfo) -> torch.Tensor:
         """This rank's part of a slot, in the stored dtype, on the host."""
         target = self._mine[slot, box]
-        assert target is not None, f"{slot}: a lossy load was not refused"
+        if target is None:
+            raise PlanError(internal(PlanFault.INTERNAL, "it was cast as it was loaded, and cannot be written back", tensor=slot))
         place = view(self._params[target.param], target.box)
         return place.reshape(extent(box)).to(device="cpu", dtype=_torch_dtype(tensor))
 

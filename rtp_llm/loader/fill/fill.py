@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rtp_llm.errors import Problem, TransportError
+from rtp_llm.errors import TransportError, internal
 from rtp_llm.loader.budget import SelectedTransport, fall_back
 from rtp_llm.loader.budget.memory import PeakMeter
 from rtp_llm.loader.context import LoadContext
@@ -18,6 +18,7 @@ from rtp_llm.loader.fill.finish import finish
 from rtp_llm.loader.fill.placement import allocate
 from rtp_llm.loader.prepare import Prepared
 from rtp_llm.plan.budget import staging_limits
+from rtp_llm.plan.plan import LoadPlan
 from rtp_llm.transport.fastsafetensors.failure import FastsafetensorsFailure
 from rtp_llm.transport.faults import TransportFault
 from rtp_llm.transport.interface import TransferStats
@@ -62,8 +63,7 @@ def fill_parameters(context: LoadContext, prepared: Prepared, selected: Selected
                 moved = _deliver(context, prepared, selected, params)
         if moved.slow_path and selected.decision.method != SCRATCH:
             _log.warning("slow path: %d of %d weights were fetched one by one", moved.slow_path, len(plan.deliveries))
-        if moved.bytes_placed != plan.bytes_read:
-            raise TransportError(_incomplete(moved.bytes_placed, plan.bytes_read, selected.transport.name))
+        check_placed(moved, plan)
         with clock.phase("finish"):
             finish(prepared.model, plan)
     return Filled(selected, moved, meter.peak_bytes)
@@ -84,11 +84,12 @@ def _deliver(context: LoadContext, prepared: Prepared, selected: SelectedTranspo
     return moved
 
 
-def _incomplete(placed: int, planned: int, transport: str) -> Problem:
-    return Problem(
-        TransportFault.INCOMPLETE,
-        f"the transport {transport} did not place what was planned",
-        expected=f"{planned} bytes",
-        actual=f"{placed} bytes",
-        fix="report this as a bug of rtp_llm, with the output of rtp-llm plan --json; --load_method names another transport",
-    )
+def check_placed(moved: TransferStats, plan: LoadPlan) -> None:
+    """Refuses a model of which a transport has placed more or less than was planned.
+
+    Raises:
+        TransportError: ``INTERNAL``.
+    """
+    if moved.bytes_placed != plan.bytes_read:
+        what = "the transport did not place the bytes that were planned"
+        raise TransportError(internal(TransportFault.INTERNAL, what, expected=plan.bytes_read, actual=moved.bytes_placed))

@@ -14,9 +14,11 @@ from enum import Enum
 
 from rtp_llm.checkpoint.catalog import TensorInfo
 from rtp_llm.config.load import StackedMode
+from rtp_llm.errors import TransportError, internal
 from rtp_llm.plan.boxes import Box, whole
 from rtp_llm.plan.ops import Select, Source
 from rtp_llm.plan.plan import Delivery, LoadPlan
+from rtp_llm.transport.faults import TransportFault
 
 #: Most bytes of a message of small tensors, or of rows of a large one.  Enough for the link's speed (measured: 4 MiB reach half
 #: of it, 64 MiB all), and a small buffer for receivers.
@@ -222,7 +224,8 @@ def narrowed(delivery: Delivery, box: Box) -> Delivery | None:
         return None
     if (first, last) == raw[0]:
         return delivery
-    assert delivery.divisible, f"{delivery.tensor.name}: cut where an op does not allow it"
+    if not delivery.divisible:
+        raise TransportError(internal(TransportFault.INTERNAL, "it is cut where an op does not allow it", tensor=delivery.tensor.name))
     return delivery.part(((first, last), *raw[1:]))
 
 

@@ -14,8 +14,10 @@ from typing import TypeAlias
 
 from rtp_llm.checkpoint.catalog import TensorInfo
 from rtp_llm.checkpoint.dtypes import DTYPES
+from rtp_llm.errors import TransportError, internal
 from rtp_llm.plan.plan import Delivery, LoadPlan
 from rtp_llm.plan.ranges import Runs, byte_runs
+from rtp_llm.transport.faults import TransportFault
 from rtp_llm.transport.interface import Memory, Place
 
 #: Gaps between tensors are read over if they add at most this share of the wanted bytes: a rank reads no more of other
@@ -196,8 +198,10 @@ def _pieces(plan: LoadPlan, direct: Callable[[Delivery], Place | None], room: in
     for delivery in plan.deliveries:
         extent, place = extent_of(delivery), direct(delivery)
         if not extent.runs.length:
-            continue  # an empty tensor, or a rank's empty share: nothing to read
-        assert place is None or place.nbytes == extent.nbytes, f"{delivery.slot}: {extent.nbytes} bytes for {place.nbytes}"
+            continue  # the box of a rank whose share is empty, or an empty tensor: nothing to read or to write
+        if place is not None and place.nbytes != extent.nbytes:
+            what = "its bytes and their place have different sizes"
+            raise TransportError(internal(TransportFault.INTERNAL, what, tensor=delivery.slot, expected=place.nbytes, actual=extent.nbytes))
         stream = [] if place is None else _streamed(extent, place, room, most_gap)
         if stream:
             if pending:

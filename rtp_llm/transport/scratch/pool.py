@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from rtp_llm.errors import TransportError, internal
+from rtp_llm.transport.faults import TransportFault
 from rtp_llm.transport.scratch.numa import near_cpus
 from rtp_llm.transport.scratch.staging import Pinned, Staging
 
@@ -67,7 +69,8 @@ class ReaderPool(Generic[T]):
             Exception: the first error of a thread (of the job, or of its buffers), at once; or that of ``meanwhile``.  The other
                 threads still run: the caller stops their job.
         """
-        assert not self._over, "a pool has one job"
+        if self._over:
+            raise TransportError(internal(TransportFault.INTERNAL, "reader threads are given a second job"))
         self._over = True
         for _ in range(self._size):
             self._jobs.put(job)

@@ -71,6 +71,9 @@ def test_falls_back(asked: str, facts: Facts, capabilities: Capabilities, shorta
         pytest.param("auto", replace(COLD, ranks=4, bytes_ranks=2 * 10**11), BOUNDED, "scratch", id="local disk, four ranks"),
         pytest.param("auto", replace(NETWORK, ranks=1, bytes_ranks=10**11), BOUNDED, "scratch", id="network, one rank"),
         pytest.param("auto", NETWORK, BOUNDED, "fastsafetensors", id="network, four ranks"),
+        # Broadcasts take a 75th of the time of storage, so that passing on is not worth it below that much read twice.
+        pytest.param("auto", replace(NETWORK, bytes_ranks=101 * 10**9), BOUNDED, "scratch", id="network, hardly anything read twice"),
+        pytest.param("auto", replace(NETWORK, bytes_ranks=102 * 10**9), BOUNDED, "fastsafetensors", id="network, a little read twice"),
         pytest.param("auto", replace(NETWORK, hosts=2), BOUNDED, "fastsafetensors", id="network, four ranks of two hosts"),
         pytest.param("auto", replace(NETWORK, bytes_cold=0, bytes_warm=10**11), BOUNDED, "scratch", id="network, all of it cached"),
         pytest.param("auto", replace(COLD, gpudirect=True), BOUNDED, "fastsafetensors", id="GPUDirect or 3FS"),

@@ -89,6 +89,7 @@ TOO_OLD = {
     "no AutoLoader": "class SafeTensorsFileLoader: pass",
     "only **kwargs": with_parameters("**kwargs"),
     "device in **kwargs": with_parameters("pg, files, **kwargs"),
+    "one by position": with_parameters("files, *, pg=None, device='cpu'"),
     "positional-only": with_parameters("pg, files, device, /"),
     "one more that is needed": with_parameters("pg, files, device, stream"),
     "close() missing": "class AutoLoader:\n def __init__(self, pg, files, device='cpu'): pass\n def iterate_weights(self): yield from ()",
