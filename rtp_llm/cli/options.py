@@ -19,32 +19,15 @@ from rtp_llm.errors import ConfigError, Problem
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Settings of commands that load weights; ``verify`` is for ``load`` alone.
-LOADING = (
-    "load_method",
-    "device",
-    "dtype",
-    "quantization",
-    "kernels",
-    "reader_threads",
-    "buffer_mib",
-    "read_gap_kib",
-    "progress",
-    "timeout_s",
-    "stacked_moe_mode",
-    "fastsafetensors_config",
-    "fastsafetensors_config_json",
-    "fastsafetensors_nogds",
-    "fastsafetensors_odirect",
-    "tp_size",
-    "ep_size",
-    "eplb",
-)
-
 #: What a launcher decides, but for ``ep_size``, which divides its processes.
 _PLACE = ("tp_size", "tp_rank", "ep_size", "ep_rank")
 
 _DECLARED = {item.name: item for item in declared(LoadConfig) + declared(ParallelConfig)}
+
+#: Settings of the command ``load`` alone: one rank without the others, and a check after the load.
+LOAD_ALONE = ("tp_rank", "ep_rank", "verify")
+#: Settings of every command that loads weights: all others, so that a new one is a flag by being declared.
+LOADING = tuple(name for name in _DECLARED if name not in LOAD_ALONE)
 
 checkpoint_argument = click.argument("checkpoint", metavar="CKPT", type=click.Path())
 

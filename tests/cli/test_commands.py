@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,21 @@ def test_plan_of_a_checkpoint_that_does_not_fit_its_model(tiny: Path, run: Any, 
     assert code == 1 and "unexpected: model.layers.0.extra[bold].weight" in out
     code, out, err = run("load", tmp_path)
     assert (code, out) == (2, "") and "extra[bold]" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(("layers", "shown"), [(4, 18), (14, 100)])
+def test_plan_lists_up_to_a_hundred_of_a_kind(tiny: Path, run: Any, tmp_path: Path, layers: int, shown: int) -> None:
+    """Nine tensors are missing for each layer that the files do not have: each has a line, and so has its problem; of more than a hundred
+    the rest is counted."""
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": layers}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, _ = run("plan", tmp_path)
+    lacking = 9 * (layers - 2)
+    for kind in ("missing", "problem"):
+        lines = [line for line in out.splitlines() if line.startswith(f"{kind}: ")]
+        rest = [f"{kind}: ... and {lacking - shown} more (--json lists all)"] if lacking > shown else []
+        assert (code, len(lines), lines[shown:]) == (1, shown + len(rest), rest)
 
 
 def test_load(tiny: Path, run: Any) -> None:

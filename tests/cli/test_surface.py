@@ -54,6 +54,16 @@ def test_every_setting_is_a_flag_of_some_command() -> None:
     assert {flag for item in all_settings() for flag in (*item.flags, *item.off)} <= flags
 
 
+def test_a_setting_is_a_flag_by_being_declared() -> None:
+    """``load`` has every setting, and so have the other commands that load weights, but for what is of ``load`` alone: nothing but
+    the declaration decides it."""
+    flags = {name: {p.name for p in command.params} for name, command in app.commands.items()}
+    declared = {item.name for item in all_settings()}
+    assert declared <= flags["load"]
+    for name in ("generate", "embed", "export"):
+        assert declared - flags[name] == {"tp_rank", "ep_rank", "verify"}, name
+
+
 @pytest.mark.parametrize("command", sorted(SURFACE))
 def test_help_has_examples_and_needs_no_arguments(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """``--help`` of every command shows how to call it, and names the default and variable of every setting."""

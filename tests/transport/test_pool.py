@@ -306,6 +306,40 @@ def test_one_thread_without_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert readers() == [] and runtime.calls == []
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_first_error_is_told(fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Memory that cannot be unlocked is the error of a load that has none, and a line in the log of one that has failed before."""
+    runtime = Runtime(monkeypatch)
+    monkeypatch.setattr(team_module, "Staging", OnHost)
+
+    def job(staging: Staging) -> int:
+        runtime._refused = 2  # from here on
+        if fails:
+            raise OSError("the disk has gone")
+        return 1
+
+    with pytest.raises(OSError if fails else RuntimeError, match="the disk has gone" if fails else "out of memory"):
+        with ReaderPool[int](CUDA, 2, 64) as team, team as again:  # whoever has the job enters it once more
+            again.work(job)
+    assert readers() == [] and [name for name, _ in runtime.calls] == ["lock", "unlock"]
+    assert ["could not be freed: out of memory" in text for text in caplog.messages] == [True] * fails
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_first_error_of_a_thread_is_told(fails: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The same of copies that do not end, because of which, or before which, a thread fails."""
+
+    def synchronize() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    staging = Staging(CPU, 64)
+    staging._stream = SimpleNamespace(synchronize=synchronize)  # type: ignore[assignment]  # no CPU has one
+    with pytest.raises(OSError if fails else RuntimeError, match="the disk has gone" if fails else "illegal"), staging:
+        if fails:
+            raise OSError("the disk has gone")
+    assert ["did not end: an illegal" in text for text in caplog.messages] == [True] * fails
+
+
 @pytest.mark.parametrize(("limit", "told"), [((8 << 20, 8 << 20), "8388608 bytes"), ((-1, -1), "unlimited")])
 def test_memory_that_cannot_be_locked(limit: tuple[int, int], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's refusal reaches whoever asked for the work as one of our errors: how much, which limit holds, what to do."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from rtp_llm.cli.options import LOADING, checkpoint_argument, common, output_of, setting_options
+from rtp_llm.cli.options import LOAD_ALONE, LOADING, checkpoint_argument, common, output_of, setting_options
 from rtp_llm.cli.session import load_for, print_report
 
 _EXAMPLES = """\b
@@ -20,7 +20,7 @@ Examples:
 
 @click.command(short_help="Load, and report bytes, time and memory.", epilog=_EXAMPLES)
 @checkpoint_argument
-@setting_options(*LOADING, "tp_rank", "ep_rank", "verify")
+@setting_options(*LOADING, *LOAD_ALONE)
 @common
 @click.pass_context
 def load(context: click.Context, /, checkpoint: str, **flags: Any) -> int:

@@ -101,8 +101,8 @@ def _skipped(document: dict[str, Any]) -> None:
                 click.echo(f"skipped: {printable(tensor)}: {printable(reason)}")
 
 
-#: Entries of lists, and modules, beyond which only their number is printed: some configurations list every norm.
-_MOST_LISTED = 8
+#: Entries of lists, and modules, in one line, beyond which only their number is printed: some configurations list every norm.
+_MOST_NAMED = 8
 
 
 def _quantization(found: dict[str, Any] | None) -> None:
@@ -112,9 +112,9 @@ def _quantization(found: dict[str, Any] | None) -> None:
         click.echo(f"quantised by {found['method']}: {scheme['modules']} modules, {scheme['scheme']}")
     idle = [listed["entry"] for listed in found["lists"] if not listed["matched"]]
     for label, names in (("listed and matching nothing", idle), ("plain, and nothing is declared of it", found["undeclared"])):
-        shown = ", ".join(map(printable, names[:_MOST_LISTED]))
+        shown = ", ".join(map(printable, names[:_MOST_NAMED]))
         if names:
-            click.echo(f"{label}: {shown}{f' and {len(names) - _MOST_LISTED} more' if len(names) > _MOST_LISTED else ''}")
+            click.echo(f"{label}: {shown}{f' and {len(names) - _MOST_NAMED} more' if len(names) > _MOST_NAMED else ''}")
 
 
 #: Rows of the expert table beyond which only this rank's are printed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from rtp_llm.transport.scratch.numa import near_cpus
 from rtp_llm.transport.scratch.staging import Pinned, Staging
 
 T = TypeVar("T")
+
+_log = logging.getLogger("rtp_llm.transport")
 
 
 class ReaderPool(Generic[T]):
@@ -43,13 +46,22 @@ class ReaderPool(Generic[T]):
             try:
                 self._start()
             # An interrupt too: __exit__ does not run after a failed __enter__.
-            except BaseException:
-                self.dismiss()
+            except BaseException as error:
+                self._leave(error)
                 raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.dismiss()
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Ends the pool.  A failure to do so is logged if an ``error`` came first, else raised."""
+        try:
+            self.dismiss()
+        except RuntimeError as failure:  # CUDA's
+            if error is None:
+                raise
+            _log.warning("the reader threads' buffers could not be freed: %s", failure)
 
     def dismiss(self) -> None:
         """Ends the threads; those that wait for a job end once their buffers are allocated."""
@@ -58,9 +70,9 @@ class ReaderPool(Generic[T]):
             self._jobs.put(None)
         for thread in self._threads:
             thread.join()
-        if self._pinned is not None:
-            self._pinned.release()
-            self._pinned = None
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None:
+            pinned.release()
 
     def work(self, job: Callable[[Staging], T], meanwhile: Callable[[], None] = lambda: None) -> list[T]:
         """Runs ``job`` once in every thread, and ``meanwhile`` in this one; returns what each thread has returned.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import resource
 import threading
@@ -14,6 +15,8 @@ import torch
 
 from rtp_llm.errors import Problem, TransportError
 from rtp_llm.transport.faults import TransportFault
+
+_log = logging.getLogger("rtp_llm.transport")
 
 #: Pinned buffers a thread: one is filled while the other one is copied.
 CUDA_BUFFERS = 2
@@ -66,6 +69,10 @@ class Staging:
         try:
             if self._stream is not None:
                 self._stream.synchronize()
+        except RuntimeError as failure:  # CUDA's, which hides no error that came first
+            if error is None:
+                raise
+            _log.warning("copies to the GPU did not end: %s", failure)
         finally:
             self._current.__exit__(kind, error, trace)
             self._buffers.clear()
