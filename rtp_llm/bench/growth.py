@@ -38,7 +38,7 @@ def growth(label: str, points: Sequence[tuple[float, Mapping[str, Any]]]) -> dic
     }
 
 
-def draw(file: Path, found: Sequence[Mapping[str, Any]]) -> None:
+def draw_growth(file: Path, found: Sequence[Mapping[str, Any]]) -> None:
     """Seconds against each of what :func:`growth` gave, side by side on logarithmic axes, with a linear slope to compare.
 
     Takes matplotlib; the file's suffix says which kind of picture.

@@ -15,7 +15,7 @@ from typing import Any
 from rtp_llm.bench.cache import Eviction, evict, resident, warm
 from rtp_llm.bench.contenders import BY_NAME, SCRUBBED, Contender
 from rtp_llm.bench.faults import BenchError, BenchFault
-from rtp_llm.bench.request import COLD, WARM, Request
+from rtp_llm.bench.request import COLD, WARM, BenchRequest
 from rtp_llm.bench.summary import Entry, document
 from rtp_llm.errors import Problem
 
@@ -29,7 +29,9 @@ _LAUNCH = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MA
 _REASON = 300
 
 
-def bench(request: Request, tell: Callable[[str], None] = lambda line: None, more: Callable[[], bool] = lambda: True) -> dict[str, Any]:
+def run_bench(
+    request: BenchRequest, tell: Callable[[str], None] = lambda line: None, more: Callable[[], bool] = lambda: True
+) -> dict[str, Any]:
     """Measures, and returns the document that ``rtp-llm bench --json`` prints.
 
     ``tell`` gets a line after every run; ``more`` is asked before every turn but the first whether there is time for it.
@@ -49,7 +51,7 @@ def bench(request: Request, tell: Callable[[str], None] = lambda line: None, mor
             for state in states:
                 label = f"run {turn + 1} of {request.runs}, {state}"
                 if request.limits:
-                    prepare(request, state)
+                    prepare_cache(request, state)
                     for limit in _limits(request, state):
                         limits.setdefault(limit["name"], []).append(limit)
                 # Each turn begins with another one, so that nobody always follows the same neighbour.
@@ -60,11 +62,11 @@ def bench(request: Request, tell: Callable[[str], None] = lambda line: None, mor
     return document(request, entries, limits, states, cold, busy)
 
 
-def _formats(request: Request) -> frozenset[str]:
+def _formats(request: BenchRequest) -> frozenset[str]:
     return frozenset(f.format for f in request.catalog.files)
 
 
-def _possible(request: Request) -> tuple[tuple[str, ...], Eviction | None]:
+def _possible(request: BenchRequest) -> tuple[tuple[str, ...], Eviction | None]:
     if COLD not in request.states:
         return request.states, None
     eviction = evict(request.files, drop_caches=request.drop_caches)
@@ -83,7 +85,7 @@ def _possible(request: Request) -> tuple[tuple[str, ...], Eviction | None]:
     return (WARM,), eviction
 
 
-def prepare(request: Request, state: str) -> float | None:
+def prepare_cache(request: BenchRequest, state: str) -> float | None:
     """Brings the page cache into ``state``; returns the part of the files that is in it, None where the kernel does not tell."""
     if state == WARM:
         warm(request.files)
@@ -93,9 +95,9 @@ def prepare(request: Request, state: str) -> float | None:
     return None if found is None else found / max(1, sum(f.stat().st_size for f in request.files))
 
 
-def _one(request: Request, state: str, entry: Entry, scratch: Path) -> str:
+def _one(request: BenchRequest, state: str, entry: Entry, scratch: Path) -> str:
     """One run of one contender, noted in ``entry``; returns what came of it in a few words."""
-    cached = prepare(request, state)
+    cached = prepare_cache(request, state)
     sums = scratch / f"{entry.contender.name}.json"
     done = spawn(request, entry.contender, ["--sums", str(sums)])
     if isinstance(done, str):
@@ -110,13 +112,13 @@ def _one(request: Request, state: str, entry: Entry, scratch: Path) -> str:
     return f"{done['seconds']:.3f} s, {done['bytes'] / 1e9 / done['seconds']:.2f} GB/s"
 
 
-def record(request: Request, name: str, state: str) -> dict[str, Any]:
+def record(request: BenchRequest, name: str, state: str) -> dict[str, Any]:
     """Bytes over time of one more run of one contender, beside the measured ones; see :func:`events_json`.
 
     Raises:
         BenchError: the run failed.
     """
-    prepare(request, state)
+    prepare_cache(request, state)
     with tempfile.TemporaryDirectory(prefix="rtp-llm-bench-") as scratch:
         events = Path(scratch, "events.json")
         done = spawn(request, BY_NAME[name], ["--events", str(events)])
@@ -127,7 +129,7 @@ def record(request: Request, name: str, state: str) -> dict[str, Any]:
         return found
 
 
-def spawn(request: Request, contender: Contender, extra: Sequence[str] = ()) -> dict[str, Any] | str:
+def spawn(request: BenchRequest, contender: Contender, extra: Sequence[str] = ()) -> dict[str, Any] | str:
     """One run of a contender in a process of its own: its line of JSON, or why there is none."""
     settings = {
         "load": dataclasses.asdict(request.load) | {"device": request.device},
@@ -146,7 +148,7 @@ def environment(contender: Contender) -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", **dict(contender.environ)}
 
 
-def _limits(request: Request, state: str) -> list[dict[str, Any]]:
+def _limits(request: BenchRequest, state: str) -> list[dict[str, Any]]:
     command = ["-m", "rtp_llm.bench.limits", state, request.catalog.directory, "--device", request.device]
     found = _python(command, request.catalog.total_bytes, environment(BY_NAME["rtp-llm"]))
     if isinstance(found, str):

@@ -41,8 +41,8 @@ def check_plot(file: Path) -> None:
         raise BenchError(problems)
 
 
-def draw(file: Path, document: Mapping[str, Any], events: Mapping[str, Mapping[str, Any]]) -> None:
-    """Writes the picture of a document of :func:`rtp_llm.bench.measure.bench`; ``events`` by state of the page cache."""
+def draw_bench(file: Path, document: Mapping[str, Any], events: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes the picture of a document of :func:`rtp_llm.bench.measure.run_bench`; ``events`` by state of the page cache."""
     from matplotlib.figure import Figure
 
     states = document["cache"]["states"]

@@ -105,7 +105,7 @@ def _failed(reason: str) -> BenchError:
     return BenchError(Problem(BenchFault.RUN_FAILED, "ranks that load together failed", expected="a run of each", actual=reason))
 
 
-def run(directory: str, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def load_rank(directory: str, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """One rank's load, with everything that is not loading done before."""
     load, parallel = LoadConfig(**settings["load"]), ParallelConfig(**settings["parallel"])
     resolve(read_config(directory)["architectures"]).load()
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("checkpoint", help="a checkpoint directory")
     parser.add_argument("--settings", required=True, help='JSON {"load": {...}, "parallel": {...}}')
     options = parser.parse_args(argv)
-    print(json.dumps(run(options.checkpoint, json.loads(options.settings))))
+    print(json.dumps(load_rank(options.checkpoint, json.loads(options.settings))))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return 0

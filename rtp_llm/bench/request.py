@@ -13,7 +13,7 @@ WARM, COLD = "warm", "cold"
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class BenchRequest:
     """What to measure.  ``device`` is ``cpu`` or ``cuda:N``; ``states`` of the page cache in the order in which they are
     measured; ``drop_caches`` allows to drop the page cache of the whole machine."""
 

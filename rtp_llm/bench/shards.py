@@ -43,14 +43,14 @@ class _Sink(Placement):
     def stop(self) -> None: ...
 
 
-def kind_of(part: Delivery) -> str | None:
+def split_kind(part: Delivery) -> str | None:
     """``row`` or ``column``; None for a tensor that every rank reads whole."""
     if part.nbytes == part.tensor.nbytes:
         return None
     return "row" if extent_of(part).runs.steps else "column"
 
 
-def measured(checkpoint: str, tp_size: int, device: str, turns: int) -> dict[str, dict[str, Any]]:
+def compare_shards(checkpoint: str, tp_size: int, device: str, turns: int) -> dict[str, dict[str, Any]]:
     """What :mod:`rtp_llm.bench.shards` prints.
 
     Raises:
@@ -74,7 +74,7 @@ def one_rank(checkpoint: str, parallel: ParallelConfig, device: torch.device, tu
     prepared = prepare(context)
     of_kind = {}
     for kind in KINDS:
-        parts = tuple(part for part in prepared.plan.deliveries if kind_of(part) == kind)
+        parts = tuple(part for part in prepared.plan.deliveries if split_kind(part) == kind)
         times = -(-prepared.catalog.total_bytes // max(1, sum(part.nbytes for part in parts)))
         of_kind[kind] = replace(prepared.plan, deliveries=parts * (1 if device.type == "cpu" else times))
     found: dict[str, dict[str, Any]] = {kind: {"seconds": []} for kind in KINDS}
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.tp < 2:
         parser.error("--tp: of one rank nothing is divided")
     if options.rank is None:
-        print(json.dumps(measured(options.checkpoint, options.tp, options.device, options.turns)))
+        print(json.dumps(compare_shards(options.checkpoint, options.tp, options.device, options.turns)))
         return 0
     device = resolve_device(options.device, options.rank)
     if device.type == "cuda":

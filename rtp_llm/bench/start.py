@@ -26,7 +26,7 @@ from rtp_llm.models.registry import resolve
 from rtp_llm.transport.interface import Moved
 
 
-def run(checkpoint: str, device: torch.device, load: LoadConfig) -> dict[str, float]:
+def time_steps(checkpoint: str, device: torch.device, load: LoadConfig) -> dict[str, float]:
     """Seconds of each step; nothing is read but headers."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="cpu or cuda:N")
     options = parser.parse_args(argv)
     load = LoadConfig.from_environment(os.environ)
-    print(json.dumps(run(options.checkpoint, resolve_device(options.device, 0), load)))
+    print(json.dumps(time_steps(options.checkpoint, resolve_device(options.device, 0), load)))
     return 0
 
 

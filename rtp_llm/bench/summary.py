@@ -17,7 +17,7 @@ from rtp_llm.bench.cache import WARM_ENOUGH, Eviction
 from rtp_llm.bench.checksum import differing
 from rtp_llm.bench.contenders import Contender
 from rtp_llm.bench.faults import BenchFault
-from rtp_llm.bench.request import COLD, WARM, Request
+from rtp_llm.bench.request import COLD, WARM, BenchRequest
 from rtp_llm.errors import Problem
 from rtp_llm.transport.pagecache import file_system
 
@@ -42,7 +42,7 @@ class Entry:
 
 
 def document(
-    request: Request,
+    request: BenchRequest,
     entries: list[Entry],
     limits: dict[str, list[dict[str, Any]]],
     states: tuple[str, ...],

@@ -42,7 +42,7 @@ _BESIDE = 9
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class SyntheticCheckpoint:
     """What a checkpoint will hold: its ``config.json``, and the shape of each tensor in the order of the files."""
 
     config: Mapping[str, Any]
@@ -53,7 +53,7 @@ class Made:
         return sum(map(prod, self.shapes.values())) * _ITEM
 
 
-def llama(gb: float) -> Made:
+def llama(gb: float) -> SyntheticCheckpoint:
     """A Llama of about ``gb`` times 10**9 bytes (exact to one layer; at least one layer)."""
     _, hidden, intermediate, heads, kv_heads, vocab = next(row for row in _WIDTHS if gb >= row[0])
     head = hidden // heads
@@ -71,20 +71,20 @@ def llama(gb: float) -> Made:
     around = 2 * vocab * hidden + hidden
     count = max(1, round((gb * 1e9 / _ITEM - around) / sum(map(prod, layer.values()))))
     config = _config("LlamaForCausalLM", "llama", hidden, intermediate, heads, kv_heads, vocab, count)
-    return Made(config, dict(_tensors(layer, count, vocab, hidden)))
+    return SyntheticCheckpoint(config, dict(_tensors(layer, count, vocab, hidden)))
 
 
-def qwen3_moe(gb: float) -> Made:
+def qwen3_moe(gb: float) -> SyntheticCheckpoint:
     """A Qwen3-MoE of about ``gb`` times 10**9 bytes (exact to one layer; at least one layer), a tensor for each expert's matrix."""
     _, hidden, intermediate, experts, heads, kv_heads, head, vocab = next(row for row in _SPARSE_WIDTHS if gb >= row[0])
     layer = _sparse_layer(hidden, intermediate, experts, heads, kv_heads, head)
     around = 2 * vocab * hidden + hidden
     count = max(1, round((gb * 1e9 / _ITEM - around) / sum(map(prod, layer.values()))))
     config = _sparse_config(hidden, intermediate, experts, heads, kv_heads, head, vocab, count)
-    return Made(config | {"num_experts_per_tok": 8}, dict(_tensors(layer, count, vocab, hidden)))
+    return SyntheticCheckpoint(config | {"num_experts_per_tok": 8}, dict(_tensors(layer, count, vocab, hidden)))
 
 
-def many_tensors(count: int, nbytes: int) -> Made:
+def many_tensors(count: int, nbytes: int) -> SyntheticCheckpoint:
     """A Qwen3-MoE of about ``count`` tensors and ``nbytes`` bytes: the more tensors, the smaller each is."""
     experts = next((e for e in _EXPERTS if count <= _LAYERS * (3 * e + _BESIDE)), _EXPERTS[-1])
     layers = max(1, round(count / (3 * experts + _BESIDE)))
@@ -97,7 +97,7 @@ def many_tensors(count: int, nbytes: int) -> Made:
     vocab = 16
     layer = _sparse_layer(hidden, intermediate, experts, heads, heads, hidden // heads)
     config = _sparse_config(hidden, intermediate, experts, heads, heads, hidden // heads, vocab, layers)
-    return Made(config | {"num_experts_per_tok": 2}, dict(_tensors(layer, layers, vocab, hidden)))
+    return SyntheticCheckpoint(config | {"num_experts_per_tok": 2}, dict(_tensors(layer, layers, vocab, hidden)))
 
 
 def _sparse_layer(hidden: int, intermediate: int, experts: int, heads: int, kv_heads: int, head: int) -> dict[str, tuple[int, ...]]:
@@ -158,13 +158,13 @@ def _tensors(layer: Mapping[str, tuple[int, ...]], layers: int, vocab: int, hidd
     yield "lm_head.weight", (vocab, hidden)
 
 
-def write_checkpoint(directory: Path, made: Made, shards: int = 4, seed: int = 0) -> None:
+def write_checkpoint(directory: Path, checkpoint: SyntheticCheckpoint, shards: int = 4, seed: int = 0) -> None:
     """Writes ``config.json``, ``shards`` files of about equal bytes, and their index; the same seed gives the same bytes."""
     directory.mkdir(parents=True, exist_ok=True)
     bits = np.random.SFC64(seed)
     groups: list[dict[str, tuple[int, ...]]] = [{} for _ in range(shards)]
-    done, total = 0, made.nbytes
-    for name, shape in made.shapes.items():
+    done, total = 0, checkpoint.nbytes
+    for name, shape in checkpoint.shapes.items():
         groups[min(done * shards // total, shards - 1)][name] = shape
         done += prod(shape) * _ITEM
     groups = [group for group in groups if group]
@@ -175,7 +175,7 @@ def write_checkpoint(directory: Path, made: Made, shards: int = 4, seed: int = 0
         weight_map |= dict.fromkeys(group, file)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
-    (directory / "config.json").write_text(json.dumps(made.config, indent=2), encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps(checkpoint.config, indent=2), encoding="utf-8")
 
 
 def _write_file(path: Path, shapes: Mapping[str, tuple[int, ...]], bits: np.random.SFC64) -> None:

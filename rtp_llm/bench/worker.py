@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     with _quiet_stdout() as answer:
         try:
-            line = run(BY_NAME[options.name], options.checkpoint, json.loads(options.settings), options.sums, options.events)
+            line = run_contender(BY_NAME[options.name], options.checkpoint, json.loads(options.settings), options.sums, options.events)
         except Unavailable as reason:
             line = {"name": options.name, "unavailable": str(reason)}
         except RtpLlmError as error:
@@ -69,7 +69,7 @@ def _quiet_stdout() -> Iterator[Any]:
             os.dup2(answer.fileno(), 1)
 
 
-def run(
+def run_contender(
     contender: Contender,
     checkpoint: str,
     settings: Mapping[str, Mapping[str, Any]],

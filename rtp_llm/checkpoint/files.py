@@ -55,7 +55,7 @@ def finding(
     return Problem(fault, what, file=where, tensor=None if tensor is None else shown(tensor), expected=expected, actual=actual, fix=fix)
 
 
-def kind_of(mode: int) -> str:
+def file_kind(mode: int) -> str:
     """What an ``st_mode`` stands for, in words."""
     tests = (
         (stat.S_ISREG, "a file"),
@@ -98,7 +98,9 @@ def open_regular(path: Path, file: str) -> Iterator[tuple[int, int]]:
     except OSError as error:
         raise CheckpointError(os_problem(error, path, file)) from error
     if not stat.S_ISREG(mode):
-        raise CheckpointError(finding(CheckpointFault.NOT_A_FILE, "not a file", file=file, expected="a regular file", actual=kind_of(mode)))
+        raise CheckpointError(
+            finding(CheckpointFault.NOT_A_FILE, "not a file", file=file, expected="a regular file", actual=file_kind(mode))
+        )
     try:
         yield fd, os.fstat(fd).st_size
     finally:

@@ -1,4 +1,4 @@
-"""Options of the commands, made from the declarations of settings, and what they choose."""
+"""Options of the commands, made from the declarations of settings, and what they resolve_settings."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rtp_llm.cli.output import Output
 from rtp_llm.cli.ranks import launched, speaks
 from rtp_llm.config import ConfigFault, LoadConfig, ParallelConfig
 from rtp_llm.config.kinds import Switch
-from rtp_llm.config.setting import Chosen, Setting, choose, declared, dump, spelled
+from rtp_llm.config.setting import ResolvedSetting, Setting, declared, dump, resolve_settings, spelled
 from rtp_llm.errors import ConfigError, Problem
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Settings of commands that load weights; ``verify`` is for ``load`` alone.
+#: CommandSettings of commands that load weights; ``verify`` is for ``load`` alone.
 LOADING = (
     "load_method",
     "device",
@@ -75,16 +75,16 @@ def _option(item: Setting) -> Callable[[F], F]:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class CommandSettings:
     """The settings that hold for one command, and where each came from."""
 
     load: LoadConfig
     parallel: ParallelConfig
-    chosen: tuple[Chosen, ...]
+    resolved: tuple[ResolvedSetting, ...]
 
     def text(self) -> str:
         """All of them in one line, for the log."""
-        return f"settings: {dump(self.chosen)}"
+        return f"settings: {dump(self.resolved)}"
 
 
 def output_of(context: click.Context) -> Output:
@@ -93,27 +93,27 @@ def output_of(context: click.Context) -> Output:
     return output if isinstance(output, Output) else Output(json=False, speaks=speaks(os.environ))
 
 
-def resolve(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
-    """Settings from flags, the environment and, under a launcher, this process's place in the world.
+def command_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> CommandSettings:
+    """CommandSettings from flags, the environment and, under a launcher, this process's place in the world.
 
     Raises:
         ConfigError: every value that is not allowed, of both classes; ranks that contradict the launcher's.
     """
     facts = _facts(flags, environ)
     problems: list[Problem] = []
-    chosen: list[Chosen] = []
+    resolved: list[ResolvedSetting] = []
     made: list[Any] = []
     for cls in (LoadConfig, ParallelConfig):
         try:
-            part = choose(cls, flags, environ, facts)
+            part = resolve_settings(cls, flags, environ, facts)
             values: dict[str, Any] = {c.setting.name: c.value for c in part}
             made.append(cls(**values))
-            chosen += part
+            resolved += part
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return Settings(made[0], made[1], tuple(chosen))
+    return CommandSettings(made[0], made[1], tuple(resolved))
 
 
 def _facts(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, int]:

@@ -43,8 +43,8 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs) or "none"
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: frozenset[int] = frozenset()) -> None:
-    """Prints a table on stdout; every cell is made harmless.  ``right`` holds the indexes of right-aligned columns."""
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: frozenset[int] = frozenset()) -> None:
+    """Prints a table on stdout; control characters in cells are escaped.  ``right`` holds the indexes of right-aligned columns."""
     # Imported here: half of the start-up time of commands that print no table.
     from rich import box
     from rich.console import Console

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LINE_SECONDS = 5.0
 
 
-class Progress(Protocol):
+class ProgressBar(Protocol):
     """What a transport reports to; ``advance`` is called from several threads."""
 
     def start(self, total_bytes: int) -> None: ...
@@ -29,7 +29,7 @@ class Progress(Protocol):
     def stop(self) -> None: ...
 
 
-class NoProgress:
+class NoProgressBar:
     """Shows nothing."""
 
     def start(self, total_bytes: int) -> None:
@@ -103,8 +103,8 @@ class BarProgress:
             self._bar = None
 
 
-def choose_progress(enabled: bool, speaks: bool) -> Progress:
+def choose_progress(enabled: bool, speaks: bool) -> ProgressBar:
     """The progress display of this process: only rank 0 has one."""
     if not (enabled and speaks):
-        return NoProgress()
+        return NoProgressBar()
     return BarProgress() if sys.stderr.isatty() else LineProgress()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from rtp_llm.cli.options import output_of, resolve
+from rtp_llm.cli.options import command_settings, output_of
 from rtp_llm.cli.output import pairs, size
 from rtp_llm.cli.progress import choose_progress
 from rtp_llm.cli.ranks import launched
@@ -49,7 +49,7 @@ def load_for(
     ``refine`` may settle what the user left open; ``cache`` says what has to fit beside the weights.
     """
     output = output_of(context)
-    settings = resolve(flags, os.environ)
+    settings = command_settings(flags, os.environ)
     output.note(settings.text())
     made: list[T] = []
 

@@ -41,7 +41,7 @@ class Kind(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChoiceKind:
     """One of a few words."""
 
     values: tuple[str, ...]
@@ -59,7 +59,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class OptionalChoice:
+class OptionalChoiceKind:
     """One of a few words, or none."""
 
     values: tuple[str, ...]

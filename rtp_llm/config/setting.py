@@ -18,7 +18,7 @@ from rtp_llm.errors import ConfigError, Problem
 _KEY = "rtp_llm.setting"
 
 
-class Settings(Protocol):
+class SettingsClass(Protocol):
     """What this module asks of a settings class."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -27,7 +27,7 @@ class Settings(Protocol):
         """Problems that only several settings together have; called when each of them is allowed."""
 
 
-S = TypeVar("S", bound=Settings)
+S = TypeVar("S", bound=SettingsClass)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def _declaration(field: dataclasses.Field[Any]) -> Setting:
     )
 
 
-def validate(config: Settings) -> None:
+def validate(config: SettingsClass) -> None:
     """Called by every settings class when an object of it is made: the one place that checks values.
 
     Raises:
@@ -106,7 +106,7 @@ def _problem(refusal: Refusal, item: Setting, value: object, source: str) -> Pro
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ResolvedSetting:
     """A setting's value and where it came from: ``flag --x``, ``environment variable X`` ``launcher`` or ``default``."""
 
     setting: Setting
@@ -114,9 +114,9 @@ class Chosen:
     source: str
 
 
-def choose(
+def resolve_settings(
     cls: type[S], flags: Mapping[str, object], environ: Mapping[str, str], facts: Mapping[str, object] | None = None
-) -> tuple[Chosen, ...]:
+) -> tuple[ResolvedSetting, ...]:
     """Each setting's value: a fact's, else the flag's if given, else the environment's, else the default.
 
     Args:
@@ -124,24 +124,24 @@ def choose(
         flags: values by setting name; None means that the flag was not given.  Texts are parsed, switches are taken as
             they are.
         environ: usually ``os.environ``.  A variable that is blank counts as unset.
-        facts: values by setting name that are not the user's to choose: a launcher's ranks.
+        facts: values by setting name that are not the user's to resolve_settings: a launcher's ranks.
 
     Raises:
         ConfigError: with all values that are not allowed, each with its source.
     """
-    chosen: list[Chosen] = []
+    resolved: list[ResolvedSetting] = []
     problems: list[Problem] = []
     for item in declared(cls):
         given, source = _given(item, flags, environ, facts or {})
         try:
             value = item.kind.parse(given) if isinstance(given, str) else given
             item.kind.check(value)
-            chosen.append(Chosen(item, value, source))
+            resolved.append(ResolvedSetting(item, value, source))
         except Refusal as refusal:
             problems.append(_problem(refusal, item, given, source))
     if problems:
         raise ConfigError(problems)
-    return tuple(chosen)
+    return tuple(resolved)
 
 
 def _given(item: Setting, flags: Mapping[str, object], environ: Mapping[str, str], facts: Mapping[str, object]) -> tuple[object, str]:
@@ -157,8 +157,8 @@ def _given(item: Setting, flags: Mapping[str, object], environ: Mapping[str, str
 
 
 def make(cls: type[S], flags: Mapping[str, object], environ: Mapping[str, str]) -> S:
-    """An object of the settings class from flags, environment and defaults; see :func:`choose`."""
-    return cls(**{c.setting.name: c.value for c in choose(cls, flags, environ)})
+    """An object of the settings class from flags, environment and defaults; see :func:`resolve_settings`."""
+    return cls(**{c.setting.name: c.value for c in resolve_settings(cls, flags, environ)})
 
 
 def spelled(value: object) -> str:
@@ -170,6 +170,6 @@ def spelled(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def dump(chosen: Iterable[Chosen]) -> str:
+def dump(resolved: Iterable[ResolvedSetting]) -> str:
     """One line for the log: every value, with its source unless it is the default."""
-    return " ".join(f"{c.setting.name}={spelled(c.value)}" + ("" if c.source == "default" else f" ({c.source})") for c in chosen)
+    return " ".join(f"{c.setting.name}={spelled(c.value)}" + ("" if c.source == "default" else f" ({c.source})") for c in resolved)

@@ -1,7 +1,7 @@
-"""One pass over sequences whose keys and values lie in pages (Kwon et al., 2023, arXiv:2309.06180), as tensors.
+"""One pass over sequences whose keys and values are in pages (Kwon et al., 2023, arXiv:2309.06180).
 
-A page holds :data:`PAGE_SIZE` tokens of one sequence, and a row's table says which pages are its own, in order.  The host
-describes a pass (:class:`HostRows`); :class:`PagedRows` is the same on the device, with what follows from it.
+A page holds :data:`PAGE_SIZE` tokens of one sequence; a row's table lists the pages of its sequence, in order.
+:class:`HostRows` describes a pass on the host; :class:`PagedRows` is the same on the device, with derived tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 #: Tokens of a page: what paged kernels are tuned for, and at most 15 tokens of waste a sequence.
 PAGE_SIZE = 16
 
-#: A page of no sequence: rows that only fill up a batch read and write it.
+#: A page of no sequence: padding rows of a batch read and write it.
 SAFE_PAGE = 0
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from rtp_llm.kernels.attention import AttentionCall, AttentionNeed, AttentionUser, Call, attend_with_sinks
 from rtp_llm.kernels.interface import KernelUser
-from rtp_llm.kernels.needs import Need, RotaryNeed
+from rtp_llm.kernels.needs import KernelNeed, RotaryNeed
 from rtp_llm.kernels.paging import PagedRows
 from rtp_llm.kernels.torch_kernels import RotaryTables
 from rtp_llm.layers.base import Planned
@@ -121,7 +121,7 @@ class Attention(KernelUser, AttentionUser):
         self.rotary_dim = shape.rotary_dim
         self.call = AttentionCall(self.qkv.heads, self.qkv.kv_heads, shape.head_dim, dtype, window, shape.sinks)
 
-    def kernel_needs(self) -> Iterator[Need]:
+    def kernel_needs(self) -> Iterator[KernelNeed]:
         # Encoders turn nothing and have no cache.
         if self.rotary_dim is not None:
             yield RotaryNeed("rotate", self.call.dtype, self.head_dim, self.rotary_dim, False)

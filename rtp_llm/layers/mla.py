@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from rtp_llm.kernels.attention import AttentionUser, LatentCall, LatentNeed, TorchPlan
 from rtp_llm.kernels.interface import KernelUser
-from rtp_llm.kernels.needs import Need, RotaryNeed
+from rtp_llm.kernels.needs import KernelNeed, RotaryNeed
 from rtp_llm.layers.attention import Paged, Step
 from rtp_llm.layers.cache import CacheShape
 from rtp_llm.layers.indexer import Indexer, IndexerShape
@@ -114,7 +114,7 @@ class MultiHeadLatentAttention(KernelUser, AttentionUser):
         heads = even(shape.heads, tp.size, tp.rank)
         self.call = LatentCall(heads[1] - heads[0], latent, shape.rope_dim, shape.scale, dtype)
 
-    def kernel_needs(self) -> Iterator[Need]:
+    def kernel_needs(self) -> Iterator[KernelNeed]:
         if self.shape.rotated:
             yield RotaryNeed("rotate", self.call.dtype, self.shape.rope_dim, self.shape.rope_dim, self.shape.interleaved)
         yield LatentNeed("mla.decode", self.call.dtype, self.call, self.indexer is not None)

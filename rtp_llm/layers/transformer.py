@@ -10,7 +10,7 @@ from torch import nn
 
 from rtp_llm.kernels.attention import Call
 from rtp_llm.kernels.interface import KernelUser
-from rtp_llm.kernels.needs import Need
+from rtp_llm.kernels.needs import KernelNeed
 from rtp_llm.kernels.paging import HostRows, PagedRows
 from rtp_llm.kernels.torch_kernels import RotaryTables
 from rtp_llm.layers.attention import Paged, Step, causal_mask
@@ -38,7 +38,7 @@ class DecoderLayer(KernelUser):
         hidden: torch.Tensor = x + self.mlp(normed)
         return hidden
 
-    def kernel_needs(self) -> Iterator[Need]:
+    def kernel_needs(self) -> Iterator[KernelNeed]:
         yield self.post_attention_norm.add_need
 
 
@@ -62,7 +62,7 @@ class CausalLM(KernelUser):
         self._layers = tuple(layers)
         self.windows = frozenset(layer.attn.window for layer in layers)
 
-    def kernel_needs(self) -> Iterator[Need]:
+    def kernel_needs(self) -> Iterator[KernelNeed]:
         """None of its own: its layers say what turns by the tables that it makes."""
         return iter(())
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rtp_llm.kernels.needs import Need
-from rtp_llm.kernels.offers import Backend, Lack, Offer, device_facts, lacks, no_kernels
-from rtp_llm.kernels.symbols import Symbol, resolve
+from rtp_llm.kernels.functions import Backend, KernelFunction, Unsupported, device_facts, find_unsupported, no_kernels
+from rtp_llm.kernels.needs import KernelNeed
+from rtp_llm.kernels.symbols import Symbol, resolve_symbol
 from rtp_llm.quantization.forms import Matrix
 from rtp_llm.quantization.scaled import Scaled
 from rtp_llm.quantization.scheme import Scheme, values_of
@@ -29,7 +29,7 @@ _CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, slots=True)
-class ProductNeed(Need):
+class ProductNeed(KernelNeed):
     """``scaled_mm`` of activations with the codes of a matrix ``[rows, columns]``."""
 
     rows: int
@@ -48,7 +48,7 @@ def _limit(need: ProductNeed) -> str:
 _SCALED_MM = Symbol("torch", "_scaled_mm")
 #: Products on codes; it gives bfloat16, so only models of that dtype have it.
 PRODUCTS = Backend(
-    "torch._scaled_mm", "torch", {"scaled_mm": Offer((_SCALED_MM,), frozenset({torch.bfloat16}), _CAPABILITY, _limit)}, no_kernels
+    "torch._scaled_mm", "torch", {"scaled_mm": KernelFunction((_SCALED_MM,), frozenset({torch.bfloat16}), _CAPABILITY, _limit)}, no_kernels
 )
 
 
@@ -60,9 +60,9 @@ def product_need(scheme: Scheme, shape: Sequence[int], dtype: torch.dtype) -> Pr
     return ProductNeed("scaled_mm", dtype, *shape)
 
 
-def product_lacks(need: ProductNeed, device: torch.device) -> tuple[Lack, ...]:
+def product_unsupported(need: ProductNeed, device: torch.device) -> tuple[Unsupported, ...]:
     """Why a product has to be of dequantised weights on ``device``; nothing where it need not."""
-    return lacks(PRODUCTS, need, {_SCALED_MM: resolve(_SCALED_MM)}, device_facts(device))
+    return find_unsupported(PRODUCTS, need, {_SCALED_MM: resolve_symbol(_SCALED_MM)}, device_facts(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def choose_kernel(
     A scale for each tensor becomes one for each row, so that parts that run as one keep their own.
     """
     need = product_need(scheme, weight.shape, torch.bfloat16)
-    if need is None or not isinstance(scheme, Scaled) or product_lacks(need, weight.device):
+    if need is None or not isinstance(scheme, Scaled) or product_unsupported(need, weight.device):
         return None
     scales = [
         values_of(parts[scheme.scale.name]).reshape(-1).expand(matrix.rows[1] - matrix.rows[0])

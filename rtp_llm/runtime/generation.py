@@ -17,7 +17,7 @@ import torch
 
 from rtp_llm.kernels.paging import pages_for
 from rtp_llm.layers.cache import CacheSize, PagedCache
-from rtp_llm.runtime.sampling import Sampler, Sampling, choose
+from rtp_llm.runtime.sampling import Sampler, Sampling, pick_tokens
 
 #: Tokens of prompts that go through the model in one pass, unless one prompt alone has more: enough to fill a GPU, and a bound
 #: on what activations take.
@@ -25,7 +25,7 @@ PREFILL_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class GenerationRequest:
     """A prompt, at least one token; the most tokens to add, at least 1; and how to choose them."""
 
     prompt_ids: tuple[int, ...]
@@ -90,13 +90,13 @@ class EagerDecoder:
 @dataclass(slots=True)
 class _Sequence:
     index: int
-    request: Request
+    request: GenerationRequest
     slot: int
     sampler: Sampler
     ids: list[int] = field(default_factory=list)
 
 
-def cache_size(requests: Sequence[Request], batch_size: int) -> CacheSize:
+def cache_size(requests: Sequence[GenerationRequest], batch_size: int) -> CacheSize:
     """The cache in which ``batch_size`` of these requests can run at a time, whichever they are."""
     slots = min(batch_size, len(requests))
     lengths = sorted((request.length for request in requests), reverse=True)
@@ -113,7 +113,7 @@ class Generation:
     def __init__(
         self,
         model: Any,
-        requests: Sequence[Request],
+        requests: Sequence[GenerationRequest],
         cache: PagedCache,
         *,
         stop_ids: Collection[int] = (),
@@ -160,7 +160,7 @@ class Generation:
         began = time.perf_counter()
         ids = torch.tensor([s.request.prompt_ids for s in started], dtype=torch.long).to(self._cache.device)
         logits = self._model(ids, self._cache, [s.slot for s in started], last=True)[:, -1]
-        tokens = choose(logits, [s.sampler for s in started])
+        tokens = pick_tokens(logits, [s.sampler for s in started])
         self.prefill.tokens += ids.numel()
         self.prefill.seconds += time.perf_counter() - began
         return tokens
@@ -169,7 +169,7 @@ class Generation:
     def _next(self, running: Sequence[_Sequence]) -> list[int]:
         began = time.perf_counter()
         logits = self._decoder([s.ids[-1] for s in running], [s.slot for s in running])
-        tokens = choose(logits, [s.sampler for s in running])
+        tokens = pick_tokens(logits, [s.sampler for s in running])
         self.decode.tokens += len(tokens)
         self.decode.seconds += time.perf_counter() - began
         return tokens
@@ -194,7 +194,7 @@ def _alike(started: Sequence[_Sequence]) -> Iterator[list[_Sequence]]:
         yield from (group[i : i + most] for i in range(0, len(group), most))
 
 
-def generate_all(model: Any, requests: Sequence[Request], *, stop_ids: Collection[int] = (), batch_size: int = 8) -> list[Answer]:
+def generate_all(model: Any, requests: Sequence[GenerationRequest], *, stop_ids: Collection[int] = (), batch_size: int = 8) -> list[Answer]:
     """The answers to all requests, in their order, ``batch_size`` sequences at a time."""
     if not requests:
         return []
@@ -215,4 +215,4 @@ def generate(model: Any, prompt_ids: Sequence[int], max_new_tokens: int, stop_id
         max_new_tokens: the most tokens to add, at least 1.
         stop_ids: tokens that end the answer.
     """
-    return generate_all(model, [Request(tuple(prompt_ids), max_new_tokens)], stop_ids=stop_ids)[0]
+    return generate_all(model, [GenerationRequest(tuple(prompt_ids), max_new_tokens)], stop_ids=stop_ids)[0]

@@ -80,7 +80,7 @@ class Sampler:
         return 0.0 if self.sampling.greedy else float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
 
-def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
+def pick_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
     """The next token of each row of ``logits [rows, vocab]``."""
     best = logits.argmax(dim=-1)
     if all(sampler.sampling.greedy for sampler in samplers):

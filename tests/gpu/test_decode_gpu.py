@@ -19,7 +19,7 @@ from rtp_llm.kernels.attention import TORCH_ATTENTION, AttentionCall, LatentCall
 from rtp_llm.kernels.flashinfer_attention import FlashInferAttention
 from rtp_llm.kernels.paging import PAGE_SIZE, HostRows, PagedRows
 from rtp_llm.layers.cache import CacheSize
-from rtp_llm.runtime.generation import EagerDecoder, Generation, Request, cache_size
+from rtp_llm.runtime.generation import EagerDecoder, Generation, GenerationRequest, cache_size
 from rtp_llm.runtime.graphs import CudaCapture, GraphDecoder, decoding
 from rtp_llm.runtime.tokenizer import encode_prompt, load_tokenizer
 from tests.models import decoders, latents
@@ -255,7 +255,7 @@ def test_smollm2_says_what_is_likeliest(kernels: str, graphs: bool, smollm2: Pat
     tokenizer = load_tokenizer(smollm2)
     subjects = ("the sea", "how bread is made", "an old clock", "why it rains and where the rain goes", "x")
     prompts = [tuple(encode_prompt(tokenizer, f"Here is a long text about {subject}.", raw=True)) for subject in subjects]
-    requests = [Request(prompt, 128) for prompt in prompts]
+    requests = [GenerationRequest(prompt, 128) for prompt in prompts]
     model = loaded(smollm2, kernels).model
     cache = model.cache_of(cache_size(requests, 5))
     way = decoding(model, cache, graphs=graphs)

@@ -187,7 +187,7 @@ def test_work_space_holds_every_prompt(heads: int, kv_heads: int, dim: int, proc
 )
 def test_sizes_that_flashinfer_has(need: Any, word: str) -> None:
     """SmolLM2, Qwen2 and DeepSeek as published have kernels; other sizes, sparse attention, and sinks are said not to."""
-    limit = FLASHINFER.offers[need.op].limit(need)
+    limit = FLASHINFER.functions[need.op].limit(need)
     assert word in limit and bool(word) == bool(limit)
     assert str(need.call.heads) in need.text
 

@@ -15,7 +15,7 @@ from rtp_llm.cli import main
 from rtp_llm.cli.commands.generate import _Asked, _prompts
 from rtp_llm.layers.cache import CacheSize
 from rtp_llm.layers.faults import ForwardError
-from rtp_llm.runtime.generation import Answer, Generation, Request, cache_size, generate, generate_all
+from rtp_llm.runtime.generation import Answer, Generation, GenerationRequest, cache_size, generate, generate_all
 from rtp_llm.runtime.sampling import Sampling
 from rtp_llm.runtime.tokenizer import TextStream, encode_prompt, load_tokenizer
 from tests.support.ranks import ANSWER_IMPORTS, run_commands, run_ranks
@@ -36,9 +36,9 @@ def model(tiny: Path) -> Any:
     return load_model(tiny, device="cpu").model
 
 
-def requests(sampling: Sampling = GREEDY) -> list[Request]:
+def requests(sampling: Sampling = GREEDY) -> list[GenerationRequest]:
     """Prompts of five lengths, answers of six."""
-    return [Request(prompt, 4 + 5 * i, sampling) for i, prompt in enumerate(PROMPTS)]
+    return [GenerationRequest(prompt, 4 + 5 * i, sampling) for i, prompt in enumerate(PROMPTS)]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 16])
@@ -104,12 +104,12 @@ def test_few_pages_make_prompts_wait(model: Any) -> None:
     answers = {e.index: e.answer for e in Generation(model, asked, model.cache_of(scarce)).events() if e.answer is not None}
     assert [answers[i] for i in range(len(asked))] == generate_all(model, asked)
     with pytest.raises(ForwardError, match=r"NO_PAGES.*3 free pages.*2 of 2"):
-        list(Generation(model, [Request((1,) * 20, 20)], model.cache_of(CacheSize(1, 2, 64))).events())
+        list(Generation(model, [GenerationRequest((1,) * 20, 20)], model.cache_of(CacheSize(1, 2, 64))).events())
 
 
 def test_the_cache_is_as_large_as_the_longest_need() -> None:
     """The last new token is never fed back; slots are no more than there are requests."""
-    asked = [Request((1,) * 10, 7), Request((1,) * 20, 13), Request((1,), 1)]
+    asked = [GenerationRequest((1,) * 10, 7), GenerationRequest((1,) * 20, 13), GenerationRequest((1,), 1)]
     assert cache_size(asked, 2) == CacheSize(2, 1 + 2, 32)
     assert cache_size(asked, 99) == CacheSize(3, 1 + 2 + 1, 32)
 
@@ -139,7 +139,7 @@ def test_smollm2_says_what_transformers_says(smollm2: Path) -> None:
         logits = reference(torch.tensor([ids + answer])).logits[0]
     assert answer == logits[len(ids) - 1 : -1].argmax(-1).tolist()
     subjects = ("rivers", "the moon", "bread", "an old clock", "x", "music and why people like it", "the sea", "seven hills")
-    asked = [Request(tuple(encode_prompt(tokenizer, f"About {subject}:", raw=True)), 6) for subject in subjects]
+    asked = [GenerationRequest(tuple(encode_prompt(tokenizer, f"About {subject}:", raw=True)), 6) for subject in subjects]
     assert generate_all(model, asked, batch_size=8) == generate_all(model, asked, batch_size=1)
 
 

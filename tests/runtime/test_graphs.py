@@ -16,7 +16,7 @@ from rtp_llm.cli import main
 from rtp_llm.kernels.paging import SAFE_PAGE, HostRows, PagedRows
 from rtp_llm.layers.cache import CacheSize, PagedCache
 from rtp_llm.runtime import graphs
-from rtp_llm.runtime.generation import Generation, Request, cache_size, generate_all
+from rtp_llm.runtime.generation import Generation, GenerationRequest, cache_size, generate_all
 from rtp_llm.runtime.graphs import Capture, GraphDecoder, Work, batch_sizes, call_again, decoding, unrecordable
 from tests.models import decoders, latents
 from tests.models.reference import distance, make, token_ids
@@ -104,7 +104,7 @@ def test_recorded_passes_are_plain_passes(variant: str, tmp_path: Path) -> None:
 def test_generation_by_recordings(tmp_path: Path) -> None:
     """Whole answers, with sequences that end at different times, are those of eager decoding."""
     model = load_model(save_tiny_llama(tmp_path, initializer_range=0.5), device="cpu").model
-    asked = [Request(tuple(range(3 + i, 9 + 2 * i)), 5 + 4 * i) for i in range(6)]
+    asked = [GenerationRequest(tuple(range(3 + i, 9 + 2 * i)), 5 + 4 * i) for i in range(6)]
     cache = model.cache_of(cache_size(asked, 5))  # type: ignore[operator]
     decoder = Poisoned(model, cache, batch_sizes(5))
     answers = {e.index: e.answer for e in Generation(model, asked, cache, decoder=decoder).events() if e.answer is not None}

@@ -14,7 +14,7 @@ import click
 
 from rtp_llm.cli import machine
 from rtp_llm.cli.options import common, output_of
-from rtp_llm.cli.output import pairs, size, table
+from rtp_llm.cli.output import pairs, print_table, size
 from rtp_llm.transport import pagecache
 
 #: Distributions that loading uses: what for, and whether nothing works without.
@@ -151,12 +151,12 @@ def _text(document: dict[str, Any]) -> None:
             ("devices", device),
         ]
     )
-    table(("package", "version", "use"), [(p["name"], p["version"] or "not installed", p["use"]) for p in document["packages"]])
-    table(("tier", "usable", "reason"), [(t["name"], "yes" if t["usable"] else "no", t["reason"] or "") for t in document["tiers"]])
+    print_table(("package", "version", "use"), [(p["name"], p["version"] or "not installed", p["use"]) for p in document["packages"]])
+    print_table(("tier", "usable", "reason"), [(t["name"], "yes" if t["usable"] else "no", t["reason"] or "") for t in document["tiers"]])
     rows = [(k["op"], k["backend"], "yes" if k["usable"] else "no", "; ".join(k["lacks"])) for k in document["kernels"]]
-    table(("kernel", "back end", "usable", "why not"), rows)
+    print_table(("kernel", "back end", "usable", "why not"), rows)
     pairs([("compiler", ", ".join(f"{name} {path or 'not found'}" for name, path in document["compiler"].items()))])
-    table(("quantisation", "products here"), [(m["name"], m["product"]) for m in document["quantization"]])
+    print_table(("quantisation", "products here"), [(m["name"], m["product"]) for m in document["quantization"]])
     if document["directory"]:
         _directory_text(document["directory"])
     for problem in document["problems"]:
@@ -168,7 +168,7 @@ def _directory_text(found: dict[str, Any]) -> None:
     kind = f"{where['kind']} at {where['mount_point']}{', over a network' if where['network'] else ''}" if where else "unknown"
     pairs([("directory", found["path"]), ("file system", kind)])
     rows = [(f["name"], size(f["bytes"]), _share(f["cached_bytes"], f["bytes"])) for f in found["files"]]
-    table(("file", "size", "in the page cache"), rows, frozenset({1, 2}))
+    print_table(("file", "size", "in the page cache"), rows, frozenset({1, 2}))
 
 
 def _share(cached: int | None, total: int) -> str:

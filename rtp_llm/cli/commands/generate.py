@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rtp_llm.layers.cache import CacheSize
     from rtp_llm.parallel.world import World
-    from rtp_llm.runtime.generation import Answer, Generation, Pace, Request
+    from rtp_llm.runtime.generation import Answer, Generation, GenerationRequest, Pace
     from rtp_llm.runtime.sampling import Sampling
 
 _EXAMPLES = """\b
@@ -127,7 +127,7 @@ class _Task:
 
     tokenizer: PreTrainedTokenizerBase
     prompts: tuple[str, ...]
-    requests: tuple[Request, ...]
+    requests: tuple[GenerationRequest, ...]
     stop_ids: frozenset[int]
 
     def cache_size(self, batch_size: int) -> CacheSize:
@@ -179,23 +179,23 @@ def _prompts(asked: _Asked) -> tuple[str, ...]:
 
 def _requests(
     prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase, asked: _Asked, sampling: Sampling, limits: Any
-) -> tuple[Request, ...]:
+) -> tuple[GenerationRequest, ...]:
     """A request for each prompt.
 
     Raises:
         ConfigError: with everything that is wrong with any of them.
     """
     from rtp_llm.errors import ConfigError, Problem
-    from rtp_llm.runtime.generation import Request
+    from rtp_llm.runtime.generation import GenerationRequest
     from rtp_llm.runtime.tokenizer import encode_text, prompt_texts
 
-    requests: list[Request] = []
+    requests: list[GenerationRequest] = []
     problems: list[Problem] = []
     for number, text in enumerate(prompt_texts(tokenizer, prompts, raw=asked.raw), 1):
         try:
             ids = encode_text(tokenizer, text, raw=asked.raw)
             limits.check(ids)
-            requests.append(Request(tuple(ids), limits.room(len(ids), asked.max_new_tokens), sampling))
+            requests.append(GenerationRequest(tuple(ids), limits.room(len(ids), asked.max_new_tokens), sampling))
         except ConfigError as error:
             where = f"prompt {number}: " if len(prompts) > 1 else ""
             problems += [replace(problem, what=where + problem.what) for problem in error.problems]
