@@ -192,7 +192,7 @@ class FlashInferAttention:
             made = self._fixed(call, rows)
         else:
             if (call, decode) not in self._made:
-                self._made[call, decode] = self._eager(call, decode, rows.slots.device)
+                self._made[call, decode] = self._eager(call, decode, rows.cache_rows.device)
             made = self._made[call, decode]
         self.renew(made, call, rows)
         return made
@@ -217,7 +217,7 @@ class FlashInferAttention:
             plan.plan(indptr=pages.indptr, indices=pages.indices, last_page_len=pages.last, head_dim=call.head_dim, **shared)
         else:
             plan.plan(
-                qo_indptr=_every(len(host.slots), host.tokens),
+                qo_indptr=_every(len(host.cache_rows), host.tokens),
                 paged_kv_indptr=pages.indptr,
                 paged_kv_indices=pages.indices,
                 paged_kv_last_page_len=pages.last,
@@ -228,7 +228,7 @@ class FlashInferAttention:
 
     def _plan_latent(self, plan: _Wrapped, call: LatentCall, host: HostRows, pages: _Pages) -> None:
         plan.plan(
-            qo_indptr=_every(len(host.slots), host.tokens),
+            qo_indptr=_every(len(host.cache_rows), host.tokens),
             kv_indptr=pages.indptr,
             kv_indices=pages.indices,
             kv_len_arr=pages.lengths,
@@ -266,7 +266,7 @@ class FlashInferAttention:
         return _Wrapped(self._prefill(float_workspace_buffer=workspace, kv_layout="NHD", backend=_BACKEND))
 
     def _fixed(self, call: Call, rows: PagedRows) -> _Wrapped:
-        count, device = len(rows.slots), rows.slots.device
+        count, device = len(rows.cache_rows), rows.cache_rows.device
 
         def whole(size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)

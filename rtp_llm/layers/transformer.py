@@ -131,11 +131,11 @@ class CausalLM(KernelUser):
         return logits
 
     def forward(
-        self, input_ids: torch.Tensor, cache: PagedCache | None = None, slots: Sequence[int] | None = None, *, last: bool = False
+        self, input_ids: torch.Tensor, cache: PagedCache | None = None, cache_rows: Sequence[int] | None = None, *, last: bool = False
     ) -> torch.Tensor:
         """``input_ids [batch, seq]`` (int64) to logits ``[batch, seq, vocab_size]``, the same on all ranks.
 
-        With a ``cache`` the ids continue what it holds of the sequences in ``slots``, one a row (None: of all that it holds), and
+        With a ``cache`` the ids continue what it holds of the sequences in ``cache_rows``, one a row (None: of all that it holds), and
         are added to it.  Sequences may be of different lengths.  ``last``: logits of the last token only, ``[batch, 1, ...]``.
 
         Raises:
@@ -149,7 +149,7 @@ class CausalLM(KernelUser):
         batch, tokens = input_ids.shape
         if cache is None:
             return self.compute(input_ids, self._whole(batch, tokens, input_ids.device), last=last)
-        host = cache.begin(batch, tokens, slots)
+        host = cache.begin(batch, tokens, cache_rows)
         logits = self.compute(input_ids, self.step(PagedRows.of(host, input_ids.device), cache), last=last)
         cache.advance(host)
         return logits

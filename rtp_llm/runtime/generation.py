@@ -71,8 +71,8 @@ class Pace:
 class Decoder(Protocol):
     """A pass that adds one token to each of several sequences; see :mod:`rtp_llm.runtime.graphs` for another one."""
 
-    def __call__(self, tokens: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
-        """Logits ``[sequences, vocab]`` behind one token for each of the cache's ``slots``."""
+    def __call__(self, tokens: Sequence[int], cache_rows: Sequence[int]) -> torch.Tensor:
+        """Logits ``[sequences, vocab]`` behind one token for each cache row."""
 
 
 class EagerDecoder:
@@ -81,9 +81,9 @@ class EagerDecoder:
     def __init__(self, model: Any, cache: PagedCache) -> None:
         self._model, self._cache = model, cache
 
-    def __call__(self, tokens: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
+    def __call__(self, tokens: Sequence[int], cache_rows: Sequence[int]) -> torch.Tensor:
         ids = torch.tensor(tokens, dtype=torch.long)[:, None].to(self._cache.device)
-        logits: torch.Tensor = self._model(ids, self._cache, slots)[:, -1]
+        logits: torch.Tensor = self._model(ids, self._cache, cache_rows)[:, -1]
         return logits
 
 
@@ -91,16 +91,16 @@ class EagerDecoder:
 class _Sequence:
     index: int
     request: GenerationRequest
-    slot: int
+    cache_row: int
     sampler: Sampler
     ids: list[int] = field(default_factory=list)
 
 
 def cache_size(requests: Sequence[GenerationRequest], batch_size: int) -> CacheSize:
     """The cache in which ``batch_size`` of these requests can run at a time, whichever they are."""
-    slots = min(batch_size, len(requests))
+    rows = min(batch_size, len(requests))
     lengths = sorted((request.length for request in requests), reverse=True)
-    return CacheSize(slots, sum(map(pages_for, lengths[:slots])), lengths[0])
+    return CacheSize(rows, sum(map(pages_for, lengths[:rows])), lengths[0])
 
 
 class Generation:
@@ -139,19 +139,19 @@ class Generation:
                     yield from self._advanced(list(self._running), self._next(self._running))
         finally:
             for sequence in self._running:
-                self._cache.release(sequence.slot)
+                self._cache.release(sequence.cache_row)
             self._running.clear()
 
     def _admitted(self) -> list[_Sequence]:
         """Takes prompts in, in their order, while there is room for the whole of their answers."""
         started: list[_Sequence] = []
-        while self._waiting and self._cache.free_slots:
+        while self._waiting and self._cache.free_rows:
             index, request = self._waiting[0]
             if pages_for(request.length) > self._cache.free_pages and self._running:
                 break
-            slot = self._cache.take(request.length)
+            cache_row = self._cache.take(request.length)
             self._waiting.popleft()
-            started.append(_Sequence(index, request, slot, Sampler(request.sampling)))
+            started.append(_Sequence(index, request, cache_row, Sampler(request.sampling)))
             self._running.append(started[-1])
         return started
 
@@ -159,7 +159,7 @@ class Generation:
     def _first(self, started: Sequence[_Sequence]) -> list[int]:
         began = time.perf_counter()
         ids = torch.tensor([s.request.prompt_ids for s in started], dtype=torch.long).to(self._cache.device)
-        logits = self._model(ids, self._cache, [s.slot for s in started], last=True)[:, -1]
+        logits = self._model(ids, self._cache, [s.cache_row for s in started], last=True)[:, -1]
         tokens = pick_tokens(logits, [s.sampler for s in started])
         self.prefill.tokens += ids.numel()
         self.prefill.seconds += time.perf_counter() - began
@@ -168,7 +168,7 @@ class Generation:
     @torch.inference_mode()
     def _next(self, running: Sequence[_Sequence]) -> list[int]:
         began = time.perf_counter()
-        logits = self._decoder([s.ids[-1] for s in running], [s.slot for s in running])
+        logits = self._decoder([s.ids[-1] for s in running], [s.cache_row for s in running])
         tokens = pick_tokens(logits, [s.sampler for s in running])
         self.decode.tokens += len(tokens)
         self.decode.seconds += time.perf_counter() - began
@@ -182,7 +182,7 @@ class Generation:
                 yield Event(sequence.index, token=token)
             if ended or len(sequence.ids) == sequence.request.max_new_tokens:
                 self._running.remove(sequence)
-                self._cache.release(sequence.slot)
+                self._cache.release(sequence.cache_row)
                 yield Event(sequence.index, answer=Answer(tuple(sequence.ids), "stop" if ended else "length"))
 
 

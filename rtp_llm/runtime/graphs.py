@@ -93,7 +93,7 @@ class _Fixed:
         paged = self._step.paged
         assert paged is not None
         yield self._ids
-        yield from (paged.rows.slots, paged.rows.positions, paged.rows.places, paged.rows.lengths, paged.rows.tables)
+        yield from (paged.rows.cache_rows, paged.rows.positions, paged.rows.places, paged.rows.lengths, paged.rows.tables)
         yield from self._step.rotary or ()
         yield from self._step.tables or ()
         for plan in paged.plans.values():
@@ -116,8 +116,8 @@ class GraphDecoder:
         return tuple(sorted(self.fixed))
 
     @torch.inference_mode()
-    def __call__(self, tokens: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
-        host = self._cache.begin(len(tokens), 1, slots)
+    def __call__(self, tokens: Sequence[int], cache_rows: Sequence[int]) -> torch.Tensor:
+        host = self._cache.begin(len(tokens), 1, cache_rows)
         logits = self.fixed[min(rows for rows in self.fixed if rows >= len(tokens))].run(host, tokens)
         self._cache.advance(host)
         return logits
@@ -181,7 +181,7 @@ def decoding(model: Any, cache: PagedCache, *, graphs: bool = True, longest: int
         reason = unrecordable(model, cache.device)
     if not reason:
         try:
-            decoder = GraphDecoder(model, cache, batch_sizes(cache.size.slots), CudaCapture(cache.device))
+            decoder = GraphDecoder(model, cache, batch_sizes(cache.size.rows), CudaCapture(cache.device))
             return Decoding(decoder, decoder.sizes)
         except RuntimeError as error:  # torch's for whatever cannot be recorded, and for memory
             # What cannot be recorded cannot be on any rank.  Memory may be short on this one alone, and the others wait in a recording.

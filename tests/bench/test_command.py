@@ -163,5 +163,5 @@ def test_cold_alone_where_it_cannot_be_had(checkpoint: Path, tmp_path: Path) -> 
         request = BenchRequest(read_catalog(name), "cpu", LoadConfig(), ParallelConfig(), ("rtp-llm",), 1, (COLD,))
         with pytest.raises(BenchError, match="NOT_COLD.*--drop_caches"):
             run_bench(request)
-        found = bench(replace(request, states=(WARM, COLD), limits=False))
+        found = run_bench(replace(request, states=(WARM, COLD), limits=False))
     assert found["cache"]["states"] == [WARM] and not found["cache"]["cold"]["possible"] and found["cache"]["cold"]["reason"]

@@ -35,7 +35,7 @@ def rows_of(past: tuple[int, ...], tokens: int, fixed: bool = False) -> PagedRow
 
 def laid(rows: PagedRows, *shape: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Pages that are NaN but for the rows' tokens, and each row's tokens in order."""
-    pages = torch.full((len(rows.slots) * rows.tables.shape[1] + 1, PAGE_SIZE, *shape), float("nan"), dtype=F64)
+    pages = torch.full((len(rows.cache_rows) * rows.tables.shape[1] + 1, PAGE_SIZE, *shape), float("nan"), dtype=F64)
     each = []
     for row, length in enumerate(rows.lengths.tolist()):
         values = torch.randn(length, *shape, dtype=F64, generator=torch.Generator().manual_seed(row + shape[-1]))
