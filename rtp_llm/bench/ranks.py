@@ -30,7 +30,7 @@ from rtp_llm.config import LoadConfig, ParallelConfig
 from rtp_llm.errors import Problem
 from rtp_llm.loader import load_model
 from rtp_llm.loader.device import resolve_device
-from rtp_llm.models.registry import resolve
+from rtp_llm.models.registry import find_family
 from rtp_llm.parallel.world import join_world
 
 #: Longest time of one launch: imports of several processes on few cores, and 16 GB at a tenth of the usual speed.
@@ -108,7 +108,7 @@ def _failed(reason: str) -> BenchError:
 def load_rank(directory: str, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """One rank's load, with everything that is not loading done before."""
     load, parallel = LoadConfig(**settings["load"]), ParallelConfig(**settings["parallel"])
-    resolve(read_config(directory)["architectures"]).load()
+    find_family(read_config(directory)["architectures"]).load()
     device = resolve_device(load.device, int(os.environ["LOCAL_RANK"]))
     world = join_world(os.environ, device.type, load.timeout_s)
     if device.type == "cuda":

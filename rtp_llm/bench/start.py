@@ -22,7 +22,7 @@ from rtp_llm.loader.context import planning_context
 from rtp_llm.loader.device import resolve_device
 from rtp_llm.loader.fill.placement import allocate
 from rtp_llm.loader.prepare import prepare
-from rtp_llm.models.registry import resolve
+from rtp_llm.models.registry import find_family
 from rtp_llm.transport.interface import Moved
 
 
@@ -32,7 +32,7 @@ def time_steps(checkpoint: str, device: torch.device, load: LoadConfig) -> dict[
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
         torch.cuda.synchronize(device)
-    resolve(read_config(checkpoint)["architectures"]).load()
+    find_family(read_config(checkpoint)["architectures"]).load()
     found: dict[str, float] = {}
     start = time.perf_counter()
     context = planning_context(checkpoint, None, load, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt, prod
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,20 @@ _BESIDE = 9
 
 
 @dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Sizes of a model; ``intermediate`` is that of one expert where there are ``experts``."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head: int
+    vocab: int
+    layers: int
+    experts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SyntheticCheckpoint:
     """What a checkpoint will hold: its ``config.json``, and the shape of each tensor in the order of the files."""
 
@@ -70,17 +84,18 @@ def llama(gb: float) -> SyntheticCheckpoint:
     }
     around = 2 * vocab * hidden + hidden
     count = max(1, round((gb * 1e9 / _ITEM - around) / sum(map(prod, layer.values()))))
-    config = _config("LlamaForCausalLM", "llama", hidden, intermediate, heads, kv_heads, vocab, count)
+    config = _config("LlamaForCausalLM", "llama", _Sizes(hidden, intermediate, heads, kv_heads, head, vocab, count))
     return SyntheticCheckpoint(config, dict(_tensors(layer, count, vocab, hidden)))
 
 
 def qwen3_moe(gb: float) -> SyntheticCheckpoint:
     """A Qwen3-MoE of about ``gb`` times 10**9 bytes (exact to one layer; at least one layer), a tensor for each expert's matrix."""
     _, hidden, intermediate, experts, heads, kv_heads, head, vocab = next(row for row in _SPARSE_WIDTHS if gb >= row[0])
-    layer = _sparse_layer(hidden, intermediate, experts, heads, kv_heads, head)
+    sizes = _Sizes(hidden, intermediate, heads, kv_heads, head, vocab, 1, experts)
+    layer = _sparse_layer(sizes)
     around = 2 * vocab * hidden + hidden
     count = max(1, round((gb * 1e9 / _ITEM - around) / sum(map(prod, layer.values()))))
-    config = _sparse_config(hidden, intermediate, experts, heads, kv_heads, head, vocab, count)
+    config = _sparse_config(replace(sizes, layers=count))
     return SyntheticCheckpoint(config | {"num_experts_per_tok": 8}, dict(_tensors(layer, count, vocab, hidden)))
 
 
@@ -94,53 +109,49 @@ def many_tensors(count: int, nbytes: int) -> SyntheticCheckpoint:
     hidden = hidden // 128 * 128 or max(16, hidden // 16 * 16)
     intermediate = max(1, (elements - 4 * hidden * hidden) // (3 * experts * hidden))
     heads = max(1, hidden // 128)
-    vocab = 16
-    layer = _sparse_layer(hidden, intermediate, experts, heads, heads, hidden // heads)
-    config = _sparse_config(hidden, intermediate, experts, heads, heads, hidden // heads, vocab, layers)
-    return SyntheticCheckpoint(config | {"num_experts_per_tok": 2}, dict(_tensors(layer, layers, vocab, hidden)))
+    sizes = _Sizes(hidden, intermediate, heads, heads, hidden // heads, 16, layers, experts)
+    config, tensors = _sparse_config(sizes), _tensors(_sparse_layer(sizes), layers, sizes.vocab, hidden)
+    return SyntheticCheckpoint(config | {"num_experts_per_tok": 2}, dict(tensors))
 
 
-def _sparse_layer(hidden: int, intermediate: int, experts: int, heads: int, kv_heads: int, head: int) -> dict[str, tuple[int, ...]]:
+def _sparse_layer(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
+    hidden, intermediate, head = sizes.hidden, sizes.intermediate, sizes.head
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm": (hidden,),
-        "self_attn.q_proj": (heads * head, hidden),
-        **{f"self_attn.{x}_proj": (kv_heads * head, hidden) for x in "kv"},
-        "self_attn.o_proj": (hidden, heads * head),
+        "self_attn.q_proj": (sizes.heads * head, hidden),
+        **{f"self_attn.{x}_proj": (sizes.kv_heads * head, hidden) for x in "kv"},
+        "self_attn.o_proj": (hidden, sizes.heads * head),
         **{f"self_attn.{x}_norm": (head,) for x in "qk"},
         "post_attention_layernorm": (hidden,),
-        "mlp.gate": (experts, hidden),
+        "mlp.gate": (sizes.experts, hidden),
     }
-    for expert in range(experts):
+    for expert in range(sizes.experts):
         for part, shape in (("gate", (intermediate, hidden)), ("up", (intermediate, hidden)), ("down", (hidden, intermediate))):
             layer[f"mlp.experts.{expert}.{part}_proj"] = shape
     return layer
 
 
-def _sparse_config(
-    hidden: int, intermediate: int, experts: int, heads: int, kv_heads: int, head: int, vocab: int, layers: int
-) -> dict[str, Any]:
-    return _config("Qwen3MoeForCausalLM", "qwen3_moe", hidden, hidden, heads, kv_heads, vocab, layers) | {
-        "head_dim": head,
-        "num_experts": experts,
-        "moe_intermediate_size": intermediate,
+def _sparse_config(sizes: _Sizes) -> dict[str, Any]:
+    return _config("Qwen3MoeForCausalLM", "qwen3_moe", replace(sizes, intermediate=sizes.hidden)) | {
+        "head_dim": sizes.head,
+        "num_experts": sizes.experts,
+        "moe_intermediate_size": sizes.intermediate,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
 
 
-def _config(
-    architecture: str, model_type: str, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int, layers: int
-) -> dict[str, Any]:
+def _config(architecture: str, model_type: str, sizes: _Sizes) -> dict[str, Any]:
     return {
         "architectures": [architecture],
         "model_type": model_type,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "num_hidden_layers": layers,
-        "vocab_size": vocab,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.intermediate,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "num_hidden_layers": sizes.layers,
+        "vocab_size": sizes.vocab,
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",

@@ -32,7 +32,7 @@ from rtp_llm.config import LoadConfig, ParallelConfig
 from rtp_llm.errors import RtpLlmError
 from rtp_llm.loader.budget.memory import PeakMeter
 from rtp_llm.loader.device import resolve_device
-from rtp_llm.models.registry import resolve
+from rtp_llm.models.registry import find_family
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,7 +146,7 @@ def _import(contender: Contender, architectures: Sequence[str]) -> None:
     for module in contender.modules:
         importlib.import_module(module)
     if contender.ours:
-        resolve(architectures).load()
+        find_family(architectures).load()
 
 
 def _wake(device: torch.device) -> None:

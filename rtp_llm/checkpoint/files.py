@@ -50,7 +50,10 @@ def finding(
     actual: str | None = None,
     fix: str | None = None,
 ) -> Problem:
-    """A Problem whose names, which come from the checkpoint, are fit for a terminal.  ``actual`` is the caller's to escape."""
+    """A Problem whose names, which come from the checkpoint, are escaped for a terminal.  The caller escapes ``actual``.
+
+    It takes more than six parameters because they are the fields of a :class:`Problem`.
+    """
     where = None if file is None else shown(file)
     return Problem(fault, what, file=where, tensor=None if tensor is None else shown(tensor), expected=expected, actual=actual, fix=fix)
 

@@ -272,7 +272,7 @@ def _parse(text: str, base: int, file: str, header: Header) -> tuple[tuple[str, 
                 raise _stop(CheckpointFault.HEADER_TOO_LARGE, what, file, name, f"at most {MAX_WIDE_BYTES} characters in all", "more")
             if usual is not None:
                 sizes = tuple(map(int, shape.split(","))) if shape else ()
-                _add(header, _tensor(name, dtype, sizes, int(start), int(stop), base, file), file)
+                _add(header, _tensor(name, dtype, sizes, (int(start), int(stop)), base, file), file)
             elif name == "__metadata__":
                 metadata = _metadata(cursor)
             else:
@@ -345,12 +345,12 @@ def _entry(name: str, pairs: tuple[tuple[str, Any], ...], base: int, file: str) 
         return finding(CheckpointFault.BAD_SHAPE, "not a shape", file, name, f"at most {MAX_RANK} whole numbers from 0", shown(str(shape)))
     if not _is_sizes(offsets) or len(offsets) != 2:
         return _offsets_problem(file, name, str(offsets))
+    return _tensor(name, dtype, tuple(shape), (offsets[0], offsets[1]), base, file)
+
+
+def _tensor(name: str, dtype: str, shape: tuple[int, ...], offsets: tuple[int, int], base: int, file: str) -> TensorInfo | Problem:
+    """The tensor of ``dtype`` and ``shape`` (none negative) at bytes ``offsets`` of the data, or what is wrong with it."""
     start, stop = offsets
-    return _tensor(name, dtype, tuple(shape), start, stop, base, file)
-
-
-def _tensor(name: str, dtype: str, shape: tuple[int, ...], start: int, stop: int, base: int, file: str) -> TensorInfo | Problem:
-    """The tensor of ``dtype`` and ``shape`` (none negative) at bytes ``[start, stop)`` of the data, or what is wrong with it."""
     if problem := name_problem(name, file):
         return problem
     known = DTYPES.get(dtype)

@@ -17,7 +17,7 @@ from rtp_llm.kernels.paging import PagedRows
 from rtp_llm.kernels.torch_kernels import RotaryTables
 from rtp_llm.layers.base import Planned
 from rtp_llm.layers.cache import CacheShape, PagedCache
-from rtp_llm.layers.linear import QKVParallelLinear, RowParallelLinear
+from rtp_llm.layers.linear import HeadShape, QKVParallelLinear, RowParallelLinear
 from rtp_llm.layers.norm import RMSNorm
 from rtp_llm.parallel.groups import TensorParallel
 from rtp_llm.parallel.shard import even
@@ -109,9 +109,8 @@ class Attention(KernelUser, AttentionUser):
         self.layer = layer
         self.window = window
         self.head_dim = shape.head_dim
-        self.qkv = QKVParallelLinear(
-            slot, shape.hidden_size, shape.heads, shape.kv_heads, shape.head_dim, bias=shape.qkv_bias, tp=tp, dtype=dtype
-        )
+        heads = HeadShape(shape.heads, shape.kv_heads, shape.head_dim)
+        self.qkv = QKVParallelLinear(slot, shape.hidden_size, heads, bias=shape.qkv_bias, tp=tp, dtype=dtype)
         width = shape.heads * shape.head_dim
         self.o = RowParallelLinear(f"{slot}.o", width, shape.hidden_size, bias=shape.output_bias, tp=tp, dtype=dtype)
         eps = shape.norm_eps

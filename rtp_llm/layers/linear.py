@@ -23,7 +23,7 @@ from rtp_llm.quantization.forms import Matrix
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LinearPart:
     """Rows ``span`` of the logical matrix ``slot``, which has ``size`` rows in all."""
 
     slot: str
@@ -46,7 +46,7 @@ class Linear(Quantisable):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, parts: Sequence[Part], in_size: int, in_span: Span, *, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(self, parts: Sequence[LinearPart], in_size: int, in_span: Span, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.parts = tuple(parts)
         self.in_size = in_size
@@ -100,7 +100,7 @@ class ReplicatedLinear(Linear):
     """The whole matrix on every rank."""
 
     def __init__(self, slot: str, in_size: int, out_size: int, *, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__([Part(slot, out_size, (0, out_size))], in_size, (0, in_size), bias=bias, dtype=dtype)
+        super().__init__([LinearPart(slot, out_size, (0, out_size))], in_size, (0, in_size), bias=bias, dtype=dtype)
 
 
 class MergedColumnParallelLinear(Linear):
@@ -112,7 +112,7 @@ class MergedColumnParallelLinear(Linear):
     def __init__(
         self, slots: Sequence[str], in_size: int, out_sizes: Sequence[int], *, bias: bool, tp: TensorParallel, dtype: torch.dtype
     ) -> None:
-        parts = [Part(slot, size, even(size, tp.size, tp.rank)) for slot, size in zip(slots, out_sizes, strict=True)]
+        parts = [LinearPart(slot, size, even(size, tp.size, tp.rank)) for slot, size in zip(slots, out_sizes, strict=True)]
         super().__init__(parts, in_size, (0, in_size), bias=bias, dtype=dtype)
 
 
@@ -123,6 +123,15 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
         super().__init__([slot], in_size, [out_size], bias=bias, tp=tp, dtype=dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """The heads of one attention block, over all ranks, each of ``head_dim`` elements."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
 class QKVParallelLinear(Linear):
     """Query, key and value as one product, split by heads; with more ranks than KV heads, ranks share a KV head.
 
@@ -130,13 +139,11 @@ class QKVParallelLinear(Linear):
     local heads; ``sizes`` splits it into q, k and v.
     """
 
-    def __init__(
-        self, slot: str, in_size: int, heads: int, kv: int, head_dim: int, *, bias: bool, tp: TensorParallel, dtype: torch.dtype
-    ) -> None:
-        q = even(heads, tp.size, tp.rank)
-        k = kv_heads(kv, tp.size, tp.rank)
-        spans = {"q": (heads, q), "k": (kv, k), "v": (kv, k)}
-        parts = [Part(f"{slot}.{name}", n * head_dim, (a * head_dim, b * head_dim)) for name, (n, (a, b)) in spans.items()]
+    def __init__(self, slot: str, in_size: int, shape: HeadShape, *, bias: bool, tp: TensorParallel, dtype: torch.dtype) -> None:
+        q, k = even(shape.heads, tp.size, tp.rank), kv_heads(shape.kv_heads, tp.size, tp.rank)
+        spans = {"q": (shape.heads, q), "k": (shape.kv_heads, k), "v": (shape.kv_heads, k)}
+        head_dim = shape.head_dim
+        parts = [LinearPart(f"{slot}.{name}", n * head_dim, (a * head_dim, b * head_dim)) for name, (n, (a, b)) in spans.items()]
         super().__init__(parts, in_size, (0, in_size), bias=bias, dtype=dtype)
         self.heads = q[1] - q[0]
         self.kv_heads = k[1] - k[0]
@@ -155,7 +162,7 @@ class RowParallelLinear(Linear):
     """
 
     def __init__(self, slot: str, in_size: int, out_size: int, *, bias: bool, tp: TensorParallel, dtype: torch.dtype) -> None:
-        super().__init__([Part(slot, out_size, (0, out_size))], in_size, even(in_size, tp.size, tp.rank), bias=bias, dtype=dtype)
+        super().__init__([LinearPart(slot, out_size, (0, out_size))], in_size, even(in_size, tp.size, tp.rank), bias=bias, dtype=dtype)
         self.tp = tp
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

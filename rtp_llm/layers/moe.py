@@ -14,7 +14,7 @@ from rtp_llm.kernels.interface import KernelUser
 from rtp_llm.kernels.needs import GateNeed
 from rtp_llm.layers.activation import ClampedGate, Gate
 from rtp_llm.layers.linear import ReplicatedLinear
-from rtp_llm.layers.mlp import GatedMLP
+from rtp_llm.layers.mlp import GatedMLP, MLPShape
 from rtp_llm.layers.quantised import Quantisable
 from rtp_llm.layers.router import Router, Routing
 from rtp_llm.parallel.experts import replicas
@@ -74,7 +74,7 @@ class MoE(nn.Module):
         self.shared: GatedMLP | None = None
         self.shared_gate: ReplicatedLinear | None = None
         if shape.shared_size is not None:
-            self.shared = GatedMLP(f"{at}.shared", hidden, shape.shared_size, shape.act, bias=False, tp=groups.tp, dtype=dtype)
+            self.shared = GatedMLP(f"{at}.shared", MLPShape(hidden, shape.shared_size, shape.act), tp=groups.tp, dtype=dtype)
             if shape.shared_gate:
                 self.shared_gate = ReplicatedLinear(f"{at}.shared_gate", hidden, 1, bias=False, dtype=dtype)
 

@@ -11,7 +11,7 @@ from torch import nn
 from rtp_llm.layers.activation import ACTIVATIONS
 from rtp_llm.layers.attention import Attention, AttentionShape
 from rtp_llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from rtp_llm.layers.mlp import GatedMLP
+from rtp_llm.layers.mlp import GatedMLP, MLPShape
 from rtp_llm.layers.norm import RMSNorm
 from rtp_llm.layers.rotary import RopeParameters, Rotary
 from rtp_llm.layers.transformer import CausalLM, DecoderLayer
@@ -67,6 +67,11 @@ class DecoderConfig:
             rotary_dim=self.rope.dim,
             sinks=self.sinks,
         )
+
+    @property
+    def mlp(self) -> MLPShape:
+        """Sizes of every dense feed-forward block."""
+        return MLPShape(self.hidden_size, self.intermediate_size, self.act, self.mlp_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +185,7 @@ def build_decoder(
         return Attention(f"layers.{layer}.attn", config.attention, layer=layer, window=config.windows[layer], tp=tp, dtype=dtype)
 
     def dense_mlp(layer: int) -> nn.Module:
-        return GatedMLP(
-            f"layers.{layer}.mlp", config.hidden_size, config.intermediate_size, config.act, bias=config.mlp_bias, tp=tp, dtype=dtype
-        )
+        return GatedMLP(f"layers.{layer}.mlp", config.mlp, tp=tp, dtype=dtype)
 
     def norm(slot: str) -> RMSNorm:
         return RMSNorm(slot, config.hidden_size, config.norm_eps, dtype=dtype)

@@ -13,7 +13,7 @@ from rtp_llm.layers.attention import Attention, AttentionShape
 from rtp_llm.layers.embedding import ReplicatedEmbedding, VocabParallelEmbedding
 from rtp_llm.layers.encoder import Encoder, EncoderEmbedding, EncoderLayer
 from rtp_llm.layers.linear import ReplicatedLinear
-from rtp_llm.layers.mlp import MLP
+from rtp_llm.layers.mlp import MLP, MLPShape
 from rtp_llm.layers.norm import LayerNorm
 from rtp_llm.models.reader import MAX_LAYERS, FieldReader
 from rtp_llm.parallel.groups import Groups
@@ -114,7 +114,7 @@ def build_encoder(config: EncoderConfig, groups: Groups, dtype: torch.dtype) -> 
 
     def layer(i: int) -> EncoderLayer:
         attn = Attention(f"layers.{i}.attn", shape, layer=i, tp=tp, dtype=dtype)
-        mlp = MLP(f"layers.{i}.mlp", hidden, config.intermediate_size, config.act, bias=True, tp=tp, dtype=dtype)
+        mlp = MLP(f"layers.{i}.mlp", MLPShape(hidden, config.intermediate_size, config.act, bias=True), tp=tp, dtype=dtype)
         return EncoderLayer(attn, mlp, norm(f"layers.{i}.attn_norm"), norm(f"layers.{i}.mlp_norm"))
 
     embed = EncoderEmbedding(

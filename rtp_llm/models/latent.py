@@ -9,7 +9,7 @@ from torch import nn
 
 from rtp_llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from rtp_llm.layers.mla import MLAShape, MultiHeadLatentAttention
-from rtp_llm.layers.mlp import GatedMLP
+from rtp_llm.layers.mlp import GatedMLP, MLPShape
 from rtp_llm.layers.norm import RMSNorm
 from rtp_llm.layers.rotary import Rotary, Unrotated
 from rtp_llm.layers.transformer import CausalLM, DecoderLayer
@@ -111,7 +111,7 @@ def build_latent(
         return MultiHeadLatentAttention(f"layers.{layer}.attn", sizes.attention, layer=layer, tp=tp, dtype=dtype)
 
     def dense(layer: int) -> nn.Module:
-        return GatedMLP(f"layers.{layer}.mlp", sizes.hidden_size, sizes.intermediate_size, sizes.act, bias=False, tp=tp, dtype=dtype)
+        return GatedMLP(f"layers.{layer}.mlp", MLPShape(sizes.hidden_size, sizes.intermediate_size, sizes.act), tp=tp, dtype=dtype)
 
     def norm(slot: str) -> RMSNorm:
         return RMSNorm(slot, sizes.hidden_size, sizes.norm_eps, dtype=dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal
 
 from rtp_llm.layers.activation import ACTIVATIONS
 from rtp_llm.layers.indexer import IndexerShape
@@ -13,11 +12,9 @@ from rtp_llm.layers.mla import MLAShape, softmax_scale
 from rtp_llm.layers.moe import MoEShape
 from rtp_llm.layers.rotary import RopeParameters
 from rtp_llm.models.decoder import read_tied
-from rtp_llm.models.moe import MoEConfig, RoutingFields, read_expert_count, read_routing
+from rtp_llm.models.moe import MoEConfig, RoutingDefaults, RoutingFields, RoutingMethod, read_expert_count, read_routing
 from rtp_llm.models.reader import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, FieldReader
 from rtp_llm.models.rope import read_rope
-
-RoutingMethod = Literal["greedy", "group_limited_greedy", "noaux_tc"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,18 +135,17 @@ def read_experts(
     fields: ExpertFields = ExpertFields(),
 ) -> MoEConfig:
     """The experts of the layers numbered ``layers``; problems stay with the reader.  Only ``noaux_tc`` may renormalise."""
-    routing = read_routing(
-        reader,
-        read_expert_count(reader, fields.experts, defaults.experts, len(layers)),
+    experts = read_expert_count(reader, fields.experts, defaults.experts, len(layers))
+    defaulted_routing = RoutingDefaults(
         method,
-        top_k=defaults.top_k,
-        groups=defaults.groups,
-        top_groups=defaults.top_groups,
+        defaults.top_k,
+        defaults.groups,
+        defaults.top_groups,
+        defaults.scale,
         renormalise=method == "noaux_tc" and reader.boolean(fields.renormalise, True),
-        scale=defaults.scale,
         wide=True,
-        fields=fields.routing,
     )
+    routing = read_routing(reader, experts, defaulted_routing, fields.routing)
     size = reader.integer("moe_intermediate_size", defaults.intermediate_size)
     shared = reader.optional_integer(fields.shared, defaults.shared, least=0, most=max(1, MAX_SIZE // size)) or 0
     return MoEConfig(MoEShape(sizes.hidden_size, size, sizes.act, routing, shared * size or None), layers)
@@ -206,13 +202,9 @@ def sigmoid_config(
     reader: FieldReader,
     sizes: LatentSizes,
     names: Collection[str],
+    layers: tuple[int, ...],
     experts: ExpertDefaults,
-    *,
-    dense: int,
-    listed: bool = False,
     fields: ExpertFields = ExpertFields(),
 ) -> LatentConfig:
-    """:func:`latent_config` of a family that chooses its experts as DeepSeek-V3 does (``noaux_tc``); ``dense`` and ``listed``: see
-    :func:`read_sparse_layers`."""
-    layers = read_sparse_layers(reader, sizes.layers, dense, listed=listed)
+    """:func:`latent_config` of a family that chooses experts as DeepSeek-V3 does (``noaux_tc``), in the layers ``layers``."""
     return latent_config(reader, sizes, read_experts(reader, sizes, layers, "noaux_tc", experts, fields), names)

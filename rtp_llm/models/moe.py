@@ -29,6 +29,9 @@ from rtp_llm.plan.rules import Rule, SkipLayers
 MAX_EXPERTS = 4096
 MAX_ALL_EXPERTS = 2**17
 
+#: The ways of choosing experts, as ``topk_method`` names them; see :mod:`rtp_llm.layers.router`.
+RoutingMethod = Literal["greedy", "group_limited_greedy", "noaux_tc"]
+
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
@@ -83,36 +86,36 @@ class RoutingFields:
     scale: str = "routed_scaling_factor"
 
 
-def read_routing(
-    reader: FieldReader,
-    experts: int,
-    method: Literal["greedy", "group_limited_greedy", "noaux_tc"],
-    *,
-    top_k: int,
-    groups: int = 1,
-    top_groups: int = 1,
-    renormalise: bool = False,
-    scale: float | None = None,
-    scoring: Literal["softmax", "sigmoid"] | None = None,
-    wide: bool = False,
-    biased: bool = False,
-    fields: RoutingFields = RoutingFields(),
-) -> Routing:
-    """A routing by ``method``; numbers are the defaults of its fields.
+@dataclass(frozen=True, slots=True)
+class RoutingDefaults:
+    """How a family routes.  ``top_k``, ``groups``, ``top_groups`` and ``scale`` are the defaults of their fields.
 
-    ``greedy`` reads no groups; ``noaux_tc`` scores by sigmoid, corrects by a bias and adds an epsilon where it renormalises,
-    as DeepSeek-V3 does.  ``scale`` is the default of a field that greedy families do not have (None).
-
-    Combinations that no routing can do are refused here, once, and never looked at again.
+    ``scale``: None for a family without that field.  ``renormalise``, ``wide`` and ``biased``: as in :class:`Routing`.
     """
-    corrected = method == "noaux_tc"
-    k = reader.integer(fields.top_k, top_k, most=MAX_EXPERTS)
-    if method == "greedy":
-        groups = top_groups = 1
-    else:
-        groups = reader.optional_integer(fields.groups, groups, most=MAX_EXPERTS) or 1
-        top_groups = reader.optional_integer(fields.top_groups, top_groups, most=MAX_EXPERTS) or 1
-    factor = 1.0 if scale is None else reader.number(fields.scale, scale)
+
+    method: RoutingMethod
+    top_k: int
+    groups: int = 1
+    top_groups: int = 1
+    scale: float | None = None
+    renormalise: bool = False
+    wide: bool = False
+    biased: bool = False
+
+
+def read_routing(reader: FieldReader, experts: int, defaults: RoutingDefaults, fields: RoutingFields = RoutingFields()) -> Routing:
+    """The routing of a layer of ``experts``; a combination that no routing can do is a problem of the reader.
+
+    ``greedy`` reads no groups.  ``noaux_tc`` scores by sigmoid, corrects by a bias, and adds an epsilon where it renormalises,
+    as DeepSeek-V3 does.
+    """
+    corrected = defaults.method == "noaux_tc"
+    k = reader.integer(fields.top_k, defaults.top_k, most=MAX_EXPERTS)
+    groups = top_groups = 1
+    if defaults.method != "greedy":
+        groups = reader.optional_integer(fields.groups, defaults.groups, most=MAX_EXPERTS) or 1
+        top_groups = reader.optional_integer(fields.top_groups, defaults.top_groups, most=MAX_EXPERTS) or 1
+    scale = 1.0 if defaults.scale is None else reader.number(fields.scale, defaults.scale)
     problems = list(unroutable(experts, k, groups, top_groups, corrected))
     for argument, expected, actual in problems:
         reader.fail(getattr(fields, argument), expected, fault=ModelFault.UNSUPPORTED_FIELD, actual=actual)
@@ -121,16 +124,16 @@ def read_routing(
     return Routing(
         experts=experts,
         top_k=k,
-        scoring=scoring or ("sigmoid" if corrected else "softmax"),
+        scoring="sigmoid" if corrected else "softmax",
         groups=groups,
         top_groups=top_groups,
         best_two=corrected,
         corrected=corrected,
-        renormalise=renormalise,
-        epsilon=RENORMALISE_EPSILON if corrected and renormalise else 0.0,
-        scale=factor,
-        wide=wide,
-        biased=biased,
+        renormalise=defaults.renormalise,
+        epsilon=RENORMALISE_EPSILON if corrected and defaults.renormalise else 0.0,
+        scale=scale,
+        wide=defaults.wide,
+        biased=defaults.biased,
     )
 
 
@@ -173,7 +176,7 @@ def build_moe_decoder(config: MoEDecoderConfig, groups: Groups, dtype: torch.dty
     d = config.decoder
 
     def dense(layer: int) -> nn.Module:
-        return GatedMLP(f"layers.{layer}.mlp", d.hidden_size, d.intermediate_size, d.act, bias=d.mlp_bias, tp=groups.tp, dtype=dtype)
+        return GatedMLP(f"layers.{layer}.mlp", d.mlp, tp=groups.tp, dtype=dtype)
 
     return build_decoder(d, groups, dtype, mlp=moe_block(config.moe, dense, groups, dtype))
 

@@ -62,7 +62,7 @@ FAMILIES: tuple[Family, ...] = register(
 )
 
 
-def resolve(architectures: Sequence[str], families: Sequence[Family] = FAMILIES) -> Family:
+def find_family(architectures: Sequence[str], families: Sequence[Family] = FAMILIES) -> Family:
     """The family of the one architecture that a checkpoint names.
 
     Raises:

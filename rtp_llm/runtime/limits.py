@@ -9,7 +9,7 @@ from typing import Any
 
 from rtp_llm.checkpoint import read_config, read_json_file
 from rtp_llm.errors import ConfigError, Problem
-from rtp_llm.models.registry import resolve
+from rtp_llm.models.registry import find_family
 from rtp_llm.runtime.faults import RuntimeFault
 
 #: What to use for a model of the other kind.
@@ -23,7 +23,7 @@ def require_kind(directory: str | Path, kind: str) -> None:
         ConfigError: ``WRONG_KIND``, or an architecture that no family knows.
     """
     architectures = read_config(directory)["architectures"]
-    family = resolve(architectures)
+    family = find_family(architectures)
     if family.kind != kind:
         problem = Problem(
             RuntimeFault.WRONG_KIND,

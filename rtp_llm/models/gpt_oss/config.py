@@ -10,7 +10,7 @@ from rtp_llm.layers.activation import ClampedGate
 from rtp_llm.layers.moe import MoEShape
 from rtp_llm.models.decoder import DecoderDefaults, read_decoder, read_tied
 from rtp_llm.models.faults import ModelFault
-from rtp_llm.models.moe import MoEConfig, MoEDecoderConfig, defaulted, read_expert_count, read_routing
+from rtp_llm.models.moe import MoEConfig, MoEDecoderConfig, RoutingDefaults, defaulted, read_expert_count, read_routing
 from rtp_llm.models.reader import MAX_POSITIONS, FieldReader, config_reader
 
 _DEFAULTS = DecoderDefaults(
@@ -40,7 +40,7 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> MoEDecoderCo
     sizes = read_decoder(reader, _DEFAULTS)
     reader.only("hidden_act", ("silu",), "the experts of this architecture have no other activation")
     experts = read_expert_count(reader, "num_local_experts", 128, sizes.layers)
-    routing = read_routing(reader, experts, "greedy", top_k=4, renormalise=True, biased=True)
+    routing = read_routing(reader, experts, RoutingDefaults("greedy", top_k=4, renormalise=True, biased=True))
     gate = ClampedGate(reader.number("swiglu_alpha", 1.702), reader.number("swiglu_limit", 7.0))
     attention_bias = reader.boolean("attention_bias", True)
     decoder = replace(

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from rtp_llm.layers.kda import KDAShape
-from rtp_llm.models.latent_config import ExpertDefaults, ExpertFields, LatentConfig, LatentDefaults, read_latent, sigmoid_config
+from rtp_llm.models.latent_config import (
+    ExpertDefaults,
+    ExpertFields,
+    LatentConfig,
+    LatentDefaults,
+    read_latent,
+    read_sparse_layers,
+    sigmoid_config,
+)
 from rtp_llm.models.moe import RoutingFields
 from rtp_llm.models.reader import MAX_SIZE, FieldReader, config_reader
 
@@ -53,7 +61,8 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> KimiConfig:
     nested = reader.nested("linear_attn_config")
     kda = _read_kda(reader, nested, sizes.hidden_size, sizes.norm_eps)
     linear = _read_linear_layers(reader, nested, sizes.layers)
-    return KimiConfig(sigmoid_config(reader, sizes, names, _EXPERTS, dense=1, listed=True, fields=_FIELDS), kda, linear)
+    sparse = read_sparse_layers(reader, sizes.layers, 1, listed=True)
+    return KimiConfig(sigmoid_config(reader, sizes, names, sparse, _EXPERTS, _FIELDS), kda, linear)
 
 
 def _read_kda(reader: FieldReader, nested: FieldReader | None, hidden_size: int, norm_eps: float) -> KDAShape:
