@@ -74,7 +74,12 @@ def test_tokens_lie_where_the_tables_say() -> None:
 
 @pytest.mark.parametrize(
     ("cache_rows", "tokens", "word"),
-    [([0], 65, "at most 64 more"), ([0, 1], 40, "NO_PAGES.*3 free pages.*2 of 6"), ([0, 0], 1, "each once"), ([2], 1, "no sequences")],
+    [
+        ([0], 65, "at most 64 more"),
+        ([0, 1], 40, "NO_PAGES.*3 free pages.*2 of 6"),
+        ([0, 0], 1, "each once"),
+        ([2], 1, "rows of no sequence"),
+    ],
 )
 def test_what_does_not_fit_is_refused_before_it_begins(cache_rows: list[int], tokens: int, word: str) -> None:
     """More tokens than a sequence may have, than there are pages for, and cache rows that are none: the cache is as it was."""
@@ -87,7 +92,7 @@ def test_what_does_not_fit_is_refused_before_it_begins(cache_rows: list[int], to
     assert made.lengths([0, 1]) == [10, 10] and made.free_pages == 1
 
 
-def test_slots_and_promised_pages() -> None:
+def test_cache_rows_and_promised_pages() -> None:
     """A sequence that asked for its pages has them whatever others do; a cache row more than there are, and pages more, are refused."""
     made = cache(cache_rows=2, pages=4)
     one = made.take(40)

@@ -76,7 +76,7 @@ def test_unequal_lengths_are_each_alone(variant: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", ["llama", "mistral-window", "v32", "kimi-linear", "gpt_oss"])
-def test_a_slot_serves_again(variant: str, tmp_path: Path) -> None:
+def test_a_cache_row_serves_again(variant: str, tmp_path: Path) -> None:
     """What a released sequence left in its pages, were it NaN, is no part of the next one, nor of its neighbour."""
     model = saved(variant, tmp_path)
     ids = token_ids(2, 20)
