@@ -1,12 +1,14 @@
 """One load by one contender in one process: ``python -m rtp_llm.bench.worker NAME CKPT``; one JSON line on stdout.
 
 The clock runs from the call of the contender's function until the last byte is on the device.  Python's start, imports and
-the device's context are outside of it, and reported beside it.  The line has ``seconds`` of the load, ``processor_seconds`` of all
-threads in it, ``startup_seconds`` (ours: until the transport is asked for bytes) and ``first_bytes_seconds`` (until the first of them
-are in place), ``import_seconds``, ``device_seconds``, ``bytes``, ``checksum`` over ``places`` of the ``wanted`` ones,
-``peak_host_bytes`` (the kernel's high-water mark of resident memory less what was resident before; pages of mapped files count),
-``pinned_bytes``, ``peak_device_bytes`` (by torch's allocator, less what was there before), ``device_bytes_taken`` (by the driver,
-after the load), ``threads`` and what the contender adds; or ``unavailable`` with the reason.
+the device's context are not counted, and reported separately.  The line has ``unavailable`` with the reason, or these fields:
+
+- ``seconds`` of the load, and ``processor_seconds`` of all its threads;
+- ``startup_seconds``: until our transport is asked for bytes; ``first_bytes_seconds``: until the first are in place;
+- ``import_seconds``, ``device_seconds``, ``bytes``, ``threads``, and what the contender adds;
+- ``checksum`` over ``places`` of the ``wanted`` ones;
+- ``peak_host_bytes``: the most resident memory, less what was resident before; pages of mapped files count;
+- ``pinned_bytes``; ``peak_device_bytes`` by torch's allocator, likewise; ``device_bytes_taken`` by the driver, after the load.
 """
 
 from __future__ import annotations

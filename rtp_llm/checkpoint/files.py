@@ -59,7 +59,7 @@ def finding(
 
 
 def file_kind(mode: int) -> str:
-    """What an ``st_mode`` stands for, in words."""
+    """The kind of file of an ``st_mode``, in words."""
     tests = (
         (stat.S_ISREG, "a file"),
         (stat.S_ISDIR, "a directory"),
@@ -72,7 +72,7 @@ def file_kind(mode: int) -> str:
 
 
 def os_problem(error: OSError, path: Path, file: str) -> Problem:
-    """The problem that an OSError on ``path`` stands for."""
+    """The problem for an OSError on ``path``."""
     if error.errno in (errno.ENOENT, errno.ELOOP) and path.is_symlink():
         target = shown(os.readlink(path))
         return finding(
@@ -96,7 +96,7 @@ def open_regular(path: Path, file: str) -> Iterator[tuple[int, int]]:
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISREG(mode):
-            # O_NONBLOCK, should the file be swapped for a pipe in between.
+            # O_NONBLOCK: the file may have been replaced by a pipe since.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise CheckpointError(os_problem(error, path, file)) from error
@@ -111,7 +111,7 @@ def open_regular(path: Path, file: str) -> Iterator[tuple[int, int]]:
 
 
 def read_exactly(fd: int, count: int, offset: int) -> bytes:
-    """``count`` bytes at ``offset``, fewer only where the file ends; OSError as the operating system gives it."""
+    """``count`` bytes at ``offset``, fewer only at the end of the file.  Raises the operating system's OSError."""
     data = os.pread(fd, count, offset)
     if len(data) == count:
         return data
@@ -125,9 +125,9 @@ def read_exactly(fd: int, count: int, offset: int) -> bytes:
 def read_json(path: Path, file: str, max_bytes: int) -> dict[str, Any]:
     """The JSON object in a small file.
 
-    Raises CheckpointError when the file is absent, not regular, larger than ``max_bytes``, not UTF-8, larger than
-    :data:`MAX_WIDE_BYTES` and not ASCII, not JSON, not an object, nested beyond reason, or holds a key twice or a number
-    that JSON does not have (NaN, Infinity).
+    Raises CheckpointError when the file is absent, not regular, or too large: than ``max_bytes``, or than
+    :data:`MAX_WIDE_BYTES` if not ASCII.  Also when it is not UTF-8, not JSON, not an object, or nested too deeply; when it
+    has a key twice; and for NaN and Infinity, which JSON does not have.
     """
     with open_regular(path, file) as (fd, size):
         if size > max_bytes:

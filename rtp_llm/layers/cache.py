@@ -1,6 +1,6 @@
-"""The KV cache: pages that sequences take as they grow, and, for layers that have one, a state of fixed size a sequence.
+"""The KV cache: pages that sequences take as they grow, and states of fixed size for layers with linear attention.
 
-Nothing counts before :meth:`PagedCache.advance`: a pass that fails half-way leaves lengths, pages and states as they were.
+A pass takes effect in :meth:`PagedCache.advance`.  One that fails before leaves lengths, pages and states unchanged.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What one layer keeps on this rank: ``tokens``, the shapes of what it keeps of each token, in the model's dtype, and
-    ``states``, shape and dtype of what it keeps of each sequence (None: the model's dtype)."""
+    """What one layer caches on this rank.  ``tokens``: shapes for each token, in the model's dtype.  ``states``: shapes and
+    dtypes for each sequence (None: the model's dtype)."""
 
     tokens: tuple[Shape, ...] = ()
     states: tuple[tuple[Shape, torch.dtype | None], ...] = ()
@@ -51,20 +51,20 @@ class CacheSize:
 
     @classmethod
     def equal(cls, batch: int, max_length: int) -> CacheSize:
-        """Room for ``batch`` sequences, each as long as may be."""
+        """Pages for ``batch`` sequences of ``max_length`` tokens each."""
         return cls(batch, batch * pages_for(max_length), max_length)
 
     def nbytes(self, layers: Iterable[CacheShape], dtype: torch.dtype) -> int:
-        """Bytes that such a cache takes: the safe page and the spare row of states included."""
+        """Bytes of the cache, with the safe page and the spare row of states."""
         return sum((self.pages + 1) * layer.page_bytes(dtype) + (self.rows + 1) * layer.row_bytes(dtype) for layer in layers)
 
 
 class PagedCache:
     """Pages ``[pages, PAGE_SIZE, ...]`` of each layer, and which of them belong to which sequence.
 
-    A sequence lives in a *cache row*, from :meth:`take` to :meth:`release`.  A forward pass is announced with :meth:`begin`, which
-    finds room for its tokens or refuses it; each layer writes with :meth:`write` and :meth:`keep`; :meth:`settle` and
-    :meth:`advance` make it count.  Page 0 is no sequence's.  One pass at a time.
+    A sequence has a *cache row* from :meth:`take` to :meth:`release`.  A forward pass starts with :meth:`begin`, which finds
+    pages for its tokens or refuses it.  Each layer writes with :meth:`write` and :meth:`keep`; :meth:`settle` and
+    :meth:`advance` commit the pass.  Page 0 belongs to no sequence.  One pass at a time.
     """
 
     def __init__(self, layers: Iterable[CacheShape], size: CacheSize, *, dtype: torch.dtype, device: torch.device | str) -> None:
@@ -80,9 +80,9 @@ class PagedCache:
         self.size = size
         self.device = torch.device(device)
         shapes = tuple(layers)
-        # Wherever it is made: tensors of inference mode could not be written to outside of it.
+        # Tensors made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
-            # Zeros, not whatever memory holds: what rows that fill up a batch read must be numbers.
+            # Zeros: padding rows of a batch must not read NaN.
             self.pages = [
                 [torch.zeros(size.pages + 1, PAGE_SIZE, *shape, dtype=dtype, device=device) for shape in s.tokens] for s in shapes
             ]
@@ -94,7 +94,7 @@ class PagedCache:
         self._held = [0] * size.rows
         self._lengths = [0] * size.rows
         self._taken = [False] * size.rows
-        # The last ones go first: tables of a fresh cache then count upwards, which is easy to read.
+        # Taken from the end, so tables of a new cache count upwards, which is easy to read.
         self._free = list(range(size.pages, 0, -1))
         self._open: tuple[HostRows, list[tuple[int, list[int]]]] | None = None
         self._next: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -106,12 +106,12 @@ class PagedCache:
 
     @property
     def free_pages(self) -> int:
-        """Pages that no sequence has."""
+        """The number of free pages."""
         return len(self._free)
 
     @property
     def free_rows(self) -> int:
-        """Cache rows that may be taken."""
+        """The number of free cache rows."""
         return self._taken.count(False)
 
     @property
@@ -126,7 +126,7 @@ class PagedCache:
 
     @property
     def length(self) -> int:
-        """Tokens of each sequence, where all have as many."""
+        """Tokens of each sequence; all must have the same number."""
         (length,) = {self._lengths[cache_row] for cache_row in self._in_use()}
         return length
 
@@ -138,7 +138,7 @@ class PagedCache:
         return tuple(cache_row for cache_row, taken in enumerate(self._taken) if taken)
 
     def take(self, length: int = 0) -> int:
-        """A free cache row, for a new sequence that has pages for ``length`` tokens from the start.
+        """Takes a free cache row for a new sequence, with pages for ``length`` tokens.
 
         Raises:
             ForwardError: ``NO_CACHE_ROW`` or ``NO_PAGES``.
@@ -166,14 +166,14 @@ class PagedCache:
         return cache_row
 
     def release(self, cache_row: int) -> None:
-        """Forgets a sequence; its pages are free."""
+        """Removes a sequence and frees its pages."""
         assert self._taken[cache_row], "a cache row that nobody has taken"
         self._free += reversed(self._tables[cache_row, : self._held[cache_row]].tolist())
         self._held[cache_row] = self._lengths[cache_row] = 0
         self._taken[cache_row] = False
 
     def reset(self) -> None:
-        """Forgets the tokens of all sequences that there are, which keep their cache rows; the memory stays."""
+        """Removes the tokens of all sequences, which keep their cache rows; no memory is freed."""
         for cache_row in self._in_use():
             self.release(cache_row)
             self.take()
@@ -217,7 +217,7 @@ class PagedCache:
         return rows
 
     def write(self, layer: int, rows: PagedRows, *values: torch.Tensor) -> list[torch.Tensor]:
-        """Puts what ``layer`` keeps of the new tokens, each ``[tokens of all rows, ...]``, in its pages; returns the pages."""
+        """Writes ``values`` of the new tokens, each ``[tokens of all rows, ...]``, to the pages of ``layer``; returns the pages."""
         pages = self.pages[layer]
         for held, value in zip(pages, values, strict=True):
             held.flatten(0, 1)[rows.places] = value
@@ -228,18 +228,18 @@ class PagedCache:
         return [state[rows.cache_rows] for state in self.states[layer]]
 
     def keep(self, layer: int, *states: torch.Tensor) -> None:
-        """Puts aside the states of ``layer`` after the pass."""
+        """Stores the states of ``layer`` after the pass, for :meth:`settle`."""
         self._next[layer] = states
 
     def settle(self, rows: PagedRows) -> None:
-        """Takes on the states that were put aside: the last that a pass does on the device."""
+        """Writes the stored states to the cache: the last step of a pass on the device."""
         for layer, states in self._next.items():
             for held, state in zip(self.states[layer], states, strict=True):
                 held[rows.cache_rows] = state
         self._next.clear()
 
     def advance(self, rows: HostRows) -> None:
-        """Counts the tokens of a pass that every layer has written."""
+        """Commits the tokens of a pass that every layer has written."""
         assert self._open is not None and self._open[0] is rows, "a pass that was not begun"
         for cache_row, pages in self._open[1]:
             self._grow(cache_row, pages)

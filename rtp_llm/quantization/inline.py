@@ -1,10 +1,10 @@
-"""FP8 made of plain weights while they are loaded.
+"""Quantises plain weights to FP8 while they are loaded.
 
-Scales come from whole tensors, rows or blocks as the checkpoint has them, never from a rank's shard: so the codes are the same
-at every number of ranks.  A rank reads what its shard's scales depend on (for one scale the whole tensor, for rows whole rows,
-for blocks whole blocks), each byte once, and makes just its shard of the codes, right in their parameter.
+Scales come from whole tensors, rows or blocks of the checkpoint, never from a rank's shard, so the codes do not depend on the
+number of ranks.  A rank reads the tensor, rows or blocks that its scales depend on, each byte once, and writes only its own
+codes, directly to their parameter.
 
-Rows and blocks need not wait for the whole tensor: it is quantised in bands of rows.
+With scales for rows or blocks a tensor is quantised in bands of rows, as they arrive.
 """
 
 from __future__ import annotations
@@ -151,14 +151,14 @@ class Quantiser:
 
 
 def _divided(part: torch.Tensor, scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """A part of blocks of ``rows`` and ``columns``, by their scales, in float32 and in the range of E4M3."""
+    """A part made of blocks of ``rows`` and ``columns``, divided by its scales: float32, clamped to the range of E4M3."""
     wide = part.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     wide.view(-1, rows, scales.shape[1], columns).div_(scales[:, None, :, None])
     return wide.clamp_(-_MAX, _MAX)
 
 
 def _evenly(span: Span, per: int) -> Iterator[tuple[int, int, int]]:
-    """A span, cut into those that consist of whole blocks of ``per``, or lie within one: start, stop, and the size of a block."""
+    """Cuts a span at the borders of blocks of ``per``: start, stop, and the size of a block, for each part."""
     start, stop = span
     first, last = min(stop, -(-start // per) * per), stop // per * per
     for a, b, size in ((start, first, first - start), (first, last, per), (max(first, last), stop, stop - max(first, last))):
@@ -181,9 +181,9 @@ def _stepped(span: Span, per: int, most: int) -> Iterator[tuple[int, int, int]]:
 
 
 def made_tiles(laid: Laid, matrices: Sequence[Matrix], grid: Grid) -> tuple[Made, ...]:
-    """The tiles of one parameter, codes or scales, which are made of the matrices' plain weights.
+    """The tiles of one parameter, codes or scales, which are derived from the matrices' plain weights.
 
-    Both parameters are cut at the same rows of a matrix, so that codes and scales of a band are made of one read.
+    Both parameters are cut at the same rows, so one read gives codes and scales of a band.
     """
     maker = Quantiser(grid)
     tiles = []
@@ -198,7 +198,7 @@ def made_tiles(laid: Laid, matrices: Sequence[Matrix], grid: Grid) -> tuple[Made
 
 
 def _bands(box: Box, form: TensorForm, matrix: Matrix, grid: Grid) -> Iterator[Box]:
-    """``box`` of a tensor of the matrix, cut at the same rows of the matrix whichever of its tensors it is."""
+    """``box`` of one of the matrix's tensors, cut into bands at rows that are the same for all these tensors."""
     rows = form.dims[ROWS]
     if grid == "tensor" or not isinstance(rows, Along) or not volume(box):
         yield box

@@ -1,7 +1,7 @@
-"""Generation for several prompts at once: a sequence that has ended gives its place to the next prompt.
+"""Continuous batching: when a sequence ends, the next prompt takes its cache row.
 
-Prompts go through the model one by one (those of equal length together), all running sequences then advance together, one
-token a pass.  What a sequence says does not depend on its neighbours, but for the last bits of the arithmetic.
+A prompt is prefilled alone, or with others of equal length.  All running sequences then decode together, one token a pass.
+Answers do not depend on the other sequences, except for the last bits of the arithmetic.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from rtp_llm.kernels.paging import pages_for
 from rtp_llm.layers.cache import CacheSize, PagedCache
 from rtp_llm.runtime.sampling import Sampler, Sampling, pick_tokens
 
-#: Tokens of prompts that go through the model in one pass, unless one prompt alone has more: enough to fill a GPU, and a bound
-#: on what activations take.
+#: Prompt tokens of one pass, unless one prompt has more: enough to fill a GPU, and a bound on the memory of activations.
 PREFILL_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A prompt, at least one token; the most tokens to add, at least 1; and how to choose them."""
+    """A prompt of at least one token, the most tokens to add (at least 1), and how to sample them."""
 
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
@@ -34,7 +33,7 @@ class GenerationRequest:
 
     @property
     def length(self) -> int:
-        """Tokens that the cache has to hold: the last new one is never fed back."""
+        """Tokens that the cache must hold; the last new one is not an input."""
         return len(self.prompt_ids) + self.max_new_tokens - 1
 
 
@@ -48,7 +47,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to request number ``index``: a new ``token``, or, at its end, the whole ``answer``."""
+    """A new ``token`` of request number ``index``, or its whole ``answer`` at the end."""
 
     index: int
     token: int | None = None
@@ -57,7 +56,7 @@ class Event:
 
 @dataclass(slots=True)
 class Pace:
-    """Tokens and seconds: of prompts, and of passes that add one token to each sequence."""
+    """Tokens and seconds, of prefill or of decode."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -69,10 +68,10 @@ class Pace:
 
 
 class Decoder(Protocol):
-    """A pass that adds one token to each of several sequences; see :mod:`rtp_llm.runtime.graphs` for another one."""
+    """A decode step; :mod:`rtp_llm.runtime.graphs` has another implementation."""
 
     def __call__(self, tokens: Sequence[int], cache_rows: Sequence[int]) -> torch.Tensor:
-        """Logits ``[sequences, vocab]`` behind one token for each cache row."""
+        """Logits ``[sequences, vocab]`` after one more token for each cache row."""
 
 
 class EagerDecoder:
@@ -97,17 +96,17 @@ class _Sequence:
 
 
 def cache_size(requests: Sequence[GenerationRequest], batch_size: int) -> CacheSize:
-    """The cache in which ``batch_size`` of these requests can run at a time, whichever they are."""
+    """A cache large enough for any ``batch_size`` of these requests at once."""
     rows = min(batch_size, len(requests))
     lengths = sorted((request.length for request in requests), reverse=True)
     return CacheSize(rows, sum(map(pages_for, lengths[:rows])), lengths[0])
 
 
 class Generation:
-    """Answers to ``requests``, by a causal ``model``, in a ``cache`` that holds no sequence yet.
+    """Answers ``requests`` with a causal ``model`` and an empty ``cache``.
 
-    Under tensor parallelism every rank does this alike, and gets the same answers.  ``stop_ids`` are tokens that end an answer.
-    ``prefill`` and ``decode`` say how fast it was.
+    Under tensor parallelism every rank does the same and gets the same answers.  ``stop_ids`` are tokens that end an answer.
+    ``prefill`` and ``decode`` measure the speed.
     """
 
     def __init__(
@@ -126,10 +125,10 @@ class Generation:
         self.prefill, self.decode = Pace(), Pace()
 
     def events(self) -> Iterator[Event]:
-        """Everything that happens, in its order; may be iterated once.  Whoever stops early leaves an empty cache.
+        """All events, in order; may be iterated once.  Stopping early releases the cache rows.
 
         Raises:
-            ForwardError: a request that the cache would not hold if it were alone there.
+            ForwardError: a request that is too large for the empty cache.
         """
         try:
             while self._waiting or self._running:
@@ -143,7 +142,7 @@ class Generation:
             self._running.clear()
 
     def _admitted(self) -> list[_Sequence]:
-        """Takes prompts in, in their order, while there is room for the whole of their answers."""
+        """Starts waiting requests, in order, while the cache has pages for their whole answers."""
         started: list[_Sequence] = []
         while self._waiting and self._cache.free_rows:
             index, request = self._waiting[0]
@@ -187,7 +186,7 @@ class Generation:
 
 
 def _alike(started: Sequence[_Sequence]) -> Iterator[list[_Sequence]]:
-    """Those whose prompts are equally long, as many at a time as one pass is to take."""
+    """Groups of sequences with prompts of equal length, each small enough for one pass."""
     by_length = sorted(started, key=lambda s: len(s.request.prompt_ids))
     for length, same in groupby(by_length, key=lambda s: len(s.request.prompt_ids)):
         group, most = list(same), max(1, PREFILL_TOKENS // length)
