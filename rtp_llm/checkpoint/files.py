@@ -1,4 +1,4 @@
-"""Opening files that nobody vouches for: regular files only, no blocking, bounded JSON, names fit for a terminal."""
+"""Opens untrusted files: regular files only, no blocking, JSON of bounded size, names escaped for a terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LFS_PREFIX = b"version https://git-lfs"
 
 
 def shown(text: str) -> str:
-    """``text`` with control characters, bidirectional marks and lone surrogates escaped, and not too long."""
+    """``text`` with control characters, bidirectional marks and lone surrogates escaped, and cut to a limit."""
     cut = text if len(text) <= SHOWN_LIMIT else text[:SHOWN_LIMIT] + "..."
     if cut.isprintable():
         return cut
@@ -90,8 +90,8 @@ def os_problem(error: OSError, path: Path, file: str) -> Problem:
 def open_regular(path: Path, file: str) -> Iterator[tuple[int, int]]:
     """A descriptor of the regular file at ``path`` and its size in bytes; ``file`` is its name in messages.
 
-    Links are followed: the Hugging Face cache is made of them.  Raises CheckpointError for anything that is not a
-    regular file, without opening it: opening a pipe would wait for a writer, opening a device may act on it.
+    Follows links, which the Hugging Face cache uses.  Raises CheckpointError for other kinds of files without opening them:
+    opening a pipe would wait for a writer, and opening a device may act on it.
     """
     try:
         mode = os.stat(path).st_mode

@@ -26,8 +26,8 @@ from rtp_llm.plan.pieces import Piece
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Who sees whom: a boolean ``tensor`` broadcastable to ``[batch, heads, queries, keys]`` (True: is seen), or plain
-    ``causal``, for which kernels need no tensor; neither means that all see all."""
+    """Which keys a query sees: a boolean ``tensor`` broadcastable to ``[batch, heads, queries, keys]`` (True: seen), or ``causal``,
+    for which kernels need no tensor.  Without both every query sees all keys."""
 
     tensor: torch.Tensor | None = None
     causal: bool = False
@@ -43,7 +43,7 @@ def causal_mask(tokens: int, window: int | None, device: torch.device) -> Mask:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """A pass with a cache: its rows, and what each kind of attention has worked out for them."""
+    """A pass with a cache: its rows, and the plan of each kind of attention."""
 
     cache: PagedCache
     rows: PagedRows
@@ -52,8 +52,8 @@ class Paged:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What all layers of one forward pass share: the rotary tables ``[batch * seq, dim]`` where the model has them, and what kernels
-    made of them; with a cache ``paged``, without one a mask for each window that a layer has (None: no window)."""
+    """What all layers of a forward pass share: rotary tables ``[batch * seq, dim]``, if any, and the kernels' form of them.
+    With a cache ``paged``; without one a mask for each window (None: no window)."""
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     tables: RotaryTables | None = None
@@ -65,8 +65,8 @@ class Step:
 class AttentionShape:
     """Sizes of one attention block, over all ranks; ``norm_eps`` asks for RMS norms on each query and key head.
 
-    ``rotary_dim``: the elements of a head that are turned; None where nothing is.  ``sinks``: each query head has a learnt score
-    that takes its share of the softmax and stands for no token.
+    ``rotary_dim``: rotated elements of a head; None without rotation.  ``sinks``: each query head has a learnt score that takes
+    a share of the softmax and belongs to no token.
     """
 
     hidden_size: int
@@ -121,7 +121,7 @@ class Attention(KernelUser, AttentionUser):
         self.call = AttentionCall(self.qkv.heads, self.qkv.kv_heads, shape.head_dim, dtype, window, shape.sinks)
 
     def kernel_needs(self) -> Iterator[KernelNeed]:
-        # Encoders turn nothing and have no cache.
+        # Encoders have no rotation and no cache.
         if self.rotary_dim is not None:
             yield RotaryNeed("rotate", self.call.dtype, self.head_dim, self.rotary_dim, False)
             yield AttentionNeed("attention.prefill", self.call.dtype, self.call)
@@ -129,7 +129,7 @@ class Attention(KernelUser, AttentionUser):
 
     @property
     def cache_shape(self) -> CacheShape:
-        """What this layer keeps of each token: a key and a value for each of its heads."""
+        """A key and a value for each token and local head."""
         return CacheShape(((self.qkv.kv_heads, self.head_dim),) * 2)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Linear layers over tensor-parallel ranks (Megatron-LM: Shoeybi et al., 2019, arXiv:1909.08053).
 
-All of them are one class: a stack of *parts*, each the rows of one logical matrix that this rank holds, over one span
-of input columns.  What the named layers add is which rows and columns those are.  Weights are ``[out, in]`` as in
-``torch.nn.Linear``; a part called ``s`` is filled by the slots ``s.weight`` and ``s.bias``.
+All of them are one class: a stack of *parts*, each with rows of one logical matrix, over one span of input columns.  The
+subclasses choose rows and columns.  Weights are ``[out, in]`` as in ``torch.nn.Linear``; the slots ``s.weight`` and
+``s.bias`` fill the part ``s``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class LinearPart:
 class Linear(Quantisable):
     """``x[..., columns] -> x W^T + b [..., rows of all parts]``, on one rank, without any collective.
 
-    Parameters: ``weight [rows, columns]`` and, where ``bias``, ``bias [rows]``, both of ``dtype``; in place of ``weight`` the
-    tensors of a quantisation scheme, once it has been adopted.
+    Parameters: ``weight [rows, columns]`` and, where ``bias``, ``bias [rows]``, both of ``dtype``; with a quantisation scheme its
+    tensors replace ``weight``.
     """
 
     weight: nn.Parameter
@@ -74,9 +74,9 @@ class Linear(Quantisable):
         return {"weight": tuple(weight), "bias": tuple(bias)} | self.held_tiles()
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x W^T + bias``, whatever holds ``W``: by the kernel that was chosen at start-up, else dequantised.
+        """``x W^T + bias``, by the kernel chosen at start-up, else with dequantised weights.
 
-        Kernels give bfloat16; for a model that asks for more, weights are dequantised.
+        Kernels give bfloat16, so models of another dtype use dequantised weights.
         """
         if not self.held:
             return F.linear(x, self.weight, bias)
@@ -84,7 +84,7 @@ class Linear(Quantisable):
         return F.linear(x, self.dense(WEIGHT).to(x.dtype), bias) if kernel is None or x.dtype != torch.bfloat16 else kernel(x, bias)
 
     def matrix(self, dtype: torch.dtype) -> torch.Tensor:
-        """``W [out, in]`` in ``dtype``, dequantised for as long as it is used where it is held otherwise."""
+        """``W [out, in]`` in ``dtype``; a temporary tensor if it is quantised."""
         return self.weight.to(dtype) if not self.held else self.dense(WEIGHT).to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ class ReplicatedLinear(Linear):
 class MergedColumnParallelLinear(Linear):
     """Several matrices over one input, each split by output rows: gate and up as one product.
 
-    Returns the ranks' shares side by side, ``[..., sum(out_sizes) / tp]``, in the order of ``slots``.
+    Returns this rank's share of each output, concatenated, ``[..., sum(out_sizes) / tp]``, in the order of ``slots``.
     """
 
     def __init__(

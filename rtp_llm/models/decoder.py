@@ -1,4 +1,4 @@
-"""What decoder families have in common: configuration, conditions, assembly.  A family's files state the differences."""
+"""Configuration, conditions and model that decoder families share; a family's files have the differences."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from rtp_llm.parallel.shard import Divides
 class DecoderConfig:
     """A dense decoder.  ``windows`` has one entry a layer: how many tokens a token sees, itself included; None for all.
 
-    ``tied``: the embedding's weight is the head's too.  ``norm_eps`` is that of all norms, those of heads included.
-    ``sinks``: each head of each layer has one.
+    ``tied``: the head has the embedding's weight.  ``norm_eps``: of all norms, also those of heads.  ``sinks``: every head has one.
     """
 
     vocab_size: int
@@ -76,7 +75,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecoderDefaults:
-    """What a family's transformers class takes for the fields that ``config.json`` omits; the others are the same in all."""
+    """Defaults of a family's transformers class; those of other fields are the same in all families."""
 
     vocab_size: int
     intermediate_size: int
@@ -90,9 +89,9 @@ class DecoderDefaults:
 
 
 def read_decoder(reader: FieldReader, defaults: DecoderDefaults) -> DecoderConfig:
-    """Reads the fields that every decoder family has, checked against each other; problems stay with the reader.
+    """Reads and checks the fields that every decoder family has; problems stay with the reader.
 
-    What families differ in is as in the plainest: no windows, a head of its own, no biases.  A family replaces what it has.
+    The rest is as in the simplest family: no windows, an untied head, no biases.  A family replaces what differs.
     """
     hidden = reader.integer("hidden_size", 4096)
     heads = reader.integer("num_attention_heads", 32)
@@ -132,9 +131,9 @@ def _read_head_dim(reader: FieldReader, defaults: DecoderDefaults, hidden: int, 
 
 
 def read_tied(reader: FieldReader, names: Collection[str]) -> bool:
-    """Whether the head is the embedding: the configuration must say so, and the checkpoint must hold no head of its own.
+    """Whether the head is tied: the configuration says so, and the checkpoint has no head.
 
-    A head in the file is loaded as it stands whatever the flag says; a head that neither is there is missing.
+    A head in the checkpoint is loaded, whatever the configuration says.  Without either, the head is missing.
     """
     flag = reader.boolean("tie_word_embeddings", False)
     return flag and not any(name.startswith("lm_head.") for name in names)
@@ -142,7 +141,7 @@ def read_tied(reader: FieldReader, names: Collection[str]) -> bool:
 
 def read_layer_windows(reader: FieldReader, layers: int) -> tuple[int | None, ...]:
     """Windows as Qwen2 and Qwen3 write them: ``use_sliding_window``, ``sliding_window`` and either ``layer_types`` or
-    ``max_window_layers``, the first of which sees everything."""
+    ``max_window_layers``, the number of first layers without a window."""
     window = reader.optional_integer("sliding_window", 4096, most=MAX_POSITIONS)
     if not reader.boolean("use_sliding_window", False):
         window = None
@@ -176,8 +175,8 @@ def build_decoder(
 ) -> CausalLM:
     """The model of one rank, on the meta device.
 
-    ``attention`` and ``mlp`` make the blocks of a layer, given its number, for families that have others than grouped-query
-    attention and a dense gated MLP.
+    ``attention`` and ``mlp`` build the blocks of a layer, by its number, for families with others than grouped-query attention
+    and a dense gated MLP.
     """
     tp = groups.tp
 

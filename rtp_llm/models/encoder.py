@@ -1,4 +1,4 @@
-"""What BERT-type families have in common: configuration, mapping, assembly."""
+"""Configuration, mapping and model that BERT-type families share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rtp_llm.plan.rules import Mapping, Rule, Skip
 class EncoderConfig:
     """A BERT-type encoder.  ``padding_id``: the token from which positions are counted (RoBERTa), or None (BERT).
 
-    ``pooler`` says whether a pooler is there, which is asked of the checkpoint.
+    ``pooler``: whether the checkpoint has one.
     """
 
     vocab_size: int
@@ -84,7 +84,7 @@ _LINEARS = {
 _NORMS = {"attention.output.LayerNorm": "attn_norm", "output.LayerNorm": "mlp_norm"}
 _TABLES = {"word_embeddings": "embed", "position_embeddings": "position_embed", "token_type_embeddings": "type_embed"}
 
-#: How norms' parameters are called: today, and in files converted from TensorFlow.
+#: Names of norms' parameters: today's, and those of files converted from TensorFlow.
 _NORM_PARAMETERS = (("weight", "weight"), ("bias", "bias"), ("gamma", "weight"), ("beta", "bias"))
 _PARAMETERS = ("weight", "bias")
 

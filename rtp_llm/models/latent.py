@@ -21,7 +21,7 @@ from rtp_llm.parallel.groups import Groups
 from rtp_llm.parallel.shard import Divides
 from rtp_llm.plan.rules import Mapping, Rule
 
-#: How DeepSeek and those after it spell experts, one by one or, as transformers holds them in memory, stacked.
+#: DeepSeek's names of experts: one by one, or stacked, as in transformers' memory.
 _EXPERTS = MoENames(bias="gate.e_score_correction_bias", shared="shared_experts")
 
 
@@ -34,7 +34,7 @@ def latent_conditions(config: LatentConfig) -> tuple[Divides, ...]:
 
 
 def latent_experts(config: LatentConfig) -> ExpertLayers | None:
-    """What there is to divide between expert-parallel ranks."""
+    """The experts to divide between expert-parallel ranks."""
     return config.moe.experts
 
 
@@ -80,15 +80,15 @@ def common_rules(config: LatentConfig) -> Iterator[Rule]:
 
 
 def with_latent_experts(config: LatentConfig, rules: Iterable[Rule], *names: MoENames) -> Mapping:
-    """A mapping of ``rules`` and those of experts, which skips the layers for multi-token prediction, their experts included."""
+    """The mapping of ``rules`` and those of experts; it skips layers for multi-token prediction, with their experts."""
     skipped = mtp_skip(config.sizes.layers, config.mtp_layers)
     return with_moe(Mapping(tuple(rules), ROTARY_SKIPS), config.moe, *names, skipped_layers=skipped)
 
 
 def latent_mapping(config: LatentConfig) -> Mapping:
-    """The names of DeepSeek's families and of those that took them over.
+    """DeepSeek's tensor names, which other families use too.
 
-    Rules for just those tensors that the configuration asks for: a bias or head that it does not know is unexpected.
+    Rules for the tensors of this configuration; any other bias or head is unexpected.
     """
     rules: list[Rule] = [*common_rules(config), *module_rules(attention_modules(config.sizes.attention), "self_attn.", "attn.")]
     if len(config.moe.layers) < config.sizes.layers:
@@ -103,8 +103,8 @@ def build_latent(
     *,
     attention: Callable[[int], nn.Module] | None = None,
 ) -> CausalLM:
-    """The model of one rank, on the meta device.  ``attention`` makes the block of a layer, given its number, for families
-    that have others beside latent attention."""
+    """The model of one rank, on the meta device.  ``attention`` builds the block of a layer, by its number, for families that
+    also have other attention."""
     sizes, tp = config.sizes, groups.tp
 
     def latent_attention(layer: int) -> nn.Module:

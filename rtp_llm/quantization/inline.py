@@ -29,25 +29,25 @@ GRIDS: Mapping[str, Grid] = {"inline-fp8-tensor": "tensor", "inline-fp8-channel"
 #: The largest E4M3 number.
 _MAX = 448.0
 
-#: Elements of a band: enough that a launch on a GPU is worth its work (some 16 operations a band, each some 10 microseconds of a
-#: thread's time), and a fraction of a large matrix.
+#: Elements of a band: enough that launching some 16 operations, of some 10 microseconds each, does not show, and a fraction of a
+#: large matrix.
 _BAND = 2**24
 #: Bytes of working memory for each scale: extremes of both signs and the larger one, in a stored dtype of up to eight bytes, the scale
 #: and a comparison.
 _BYTES_A_SCALE = 29
 
-#: The last part of slots that stay as they are, as in published FP8 checkpoints: gates whose few rows decide much and cost
-#: nothing, low-rank gates of linear attention, an encoder's pooler.  (Routers, heads and embeddings are no linear layers here.)
+#: Last parts of slots that stay plain, as in published FP8 checkpoints: gates, whose few rows matter much and cost little,
+#: low-rank gates of linear attention, an encoder's pooler.  (Routers, heads and embeddings are no linear layers here.)
 _KEPT = frozenset({"shared_gate", "b", "f_a", "f_b", "g_a", "g_b", "weights", "pooler"})
 
 
 def stays_plain(slot: str) -> bool:
-    """Whether a linear layer's ``slot`` names one that is not quantised."""
+    """Whether the linear layer ``slot`` is not quantised."""
     return slot.rpartition(".")[2] in _KEPT
 
 
 def inline_scheme(method: str) -> Scaled:
-    """How the weights are held: E4M3 codes and float32 scales."""
+    """The scheme of the quantised weights: E4M3 codes and float32 scales."""
     grid = GRIDS[method]
     weight = TensorForm("weight", "float8_e4m3fn", (Along(ROWS), Along(COLUMNS)))
     scale = TensorForm("weight_scale", "float32", scale_dims(grid))
@@ -100,7 +100,7 @@ class Quantiser:
                 memory.copy_(view(self._stored(scale), self._within(box, region)))
 
     def _block(self, shape: Shape) -> tuple[int, int]:
-        """Rows and columns of a content of ``shape`` that have one scale."""
+        """Rows and columns of ``shape`` that share a scale."""
         if self.grid == "tensor":
             return shape[0], shape[1]
         if self.grid == "channel":
@@ -109,7 +109,7 @@ class Quantiser:
         return self.grid
 
     def _stored(self, scale: torch.Tensor) -> torch.Tensor:
-        """Scales ``[block rows, block columns]`` as their tensor has them."""
+        """Scales ``[block rows, block columns]`` in their tensor's shape."""
         return scale.reshape(1) if self.grid == "tensor" else scale
 
     def _within(self, box: Box, region: Box) -> Box:
@@ -127,7 +127,7 @@ class Quantiser:
         for a, b, n in _evenly((0, rows), bn):
             for c, d, k in _evenly((0, columns), bk):
                 blocks = content[a:b, c:d].view(-1, n, (d - c) // k, k)
-                # Extremes, not the largest of absolute values: those would be a copy of the tensor.
+                # Minimum and maximum: absolute values would take a copy of the tensor.
                 if blocks.shape[0] * blocks.shape[2] == 1:
                     least, most = torch.aminmax(blocks)
                 elif n > 1:  # one dimension after the other is faster on the CPU
@@ -135,9 +135,9 @@ class Quantiser:
                 else:
                     least, most = blocks.amin((1, 3)), blocks.amax((1, 3))
                 amax[a // bn : -(-b // bn), c // bk : -(-d // bk)] = torch.maximum(least.neg_(), most)
-        # By a tensor: by a number torch's CUDA kernel multiplies with the reciprocal, which rounds otherwise than the CPU.
+        # Divided by a tensor: for a number torch's CUDA kernel multiplies by the reciprocal, and rounds differently from the CPU.
         scale = amax.div_(torch.full((), _MAX, device=content.device))
-        # Also where it is too small a number: zero by zero is no code.
+        # Also for an underflow: 0 / 0 is no code.
         return scale.masked_fill_(scale == 0, 1.0)
 
     def _encode(self, content: torch.Tensor, scale: torch.Tensor, rows: Span, columns: Span, memory: torch.Tensor, step: int) -> None:

@@ -185,7 +185,7 @@ def decoding(model: Any, cache: PagedCache, *, graphs: bool = True, longest: int
             decoder = GraphDecoder(model, cache, batch_sizes(cache.size.rows), CudaCapture(cache.device))
             return Decoding(decoder, decoder.sizes)
         except RuntimeError as error:  # torch's for whatever cannot be recorded, and for memory
-            # A pass that cannot be recorded fails on every rank.  Memory may be short on this rank alone, while the others wait in a recording.
+            # A pass that cannot be recorded fails on every rank; memory may be short here alone, while others wait in a recording.
             if isinstance(error, torch.OutOfMemoryError) and any(True for module in model.modules() for _ in _groups(module)):
                 raise
             reason = str(error).partition("\n")[0]

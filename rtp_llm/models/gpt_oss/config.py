@@ -17,7 +17,7 @@ _DEFAULTS = DecoderDefaults(
     vocab_size=201088, intermediate_size=2880, max_position_embeddings=131072, kv_heads=8, head_dim=64, head_dim_may_be_null=False
 )
 _FIELDS = {"hidden_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0}
-#: The rotation of a file that says nothing of it.
+#: The default rotation.
 _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -29,8 +29,8 @@ _YARN = {
 
 
 def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> MoEDecoderConfig:
-    """Every layer has experts of ``intermediate_size``; every second one, from the first on, has the window unless ``layer_types``
-    says otherwise; ``attention_bias`` is for all four projections.
+    """Every layer has experts of ``intermediate_size``.  By default every second layer, from the first on, has the window.
+    ``attention_bias`` is for all four projections.
 
     Raises:
         ConfigError: with every bad field.

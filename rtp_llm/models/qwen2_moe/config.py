@@ -40,8 +40,7 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> MoEDecoderCo
 
 
 def _windows(reader: FieldReader, layers: int) -> tuple[int | None, ...]:
-    """Without ``layer_types``, every second layer below ``max_window_layers`` has the window, as in transformers; Qwen2's
-    rule is another one."""
+    """Without ``layer_types``, every second layer below ``max_window_layers`` has the window, as in transformers, unlike Qwen2."""
     used = reader.boolean("use_sliding_window", False)
     # transformers writes 0 for a window that is not used.
     window = reader.optional_integer("sliding_window", 4096, most=MAX_POSITIONS) if used else None
