@@ -1,10 +1,12 @@
 """Row-parallel matrices against column-parallel ones: ``python -m rtp_llm.bench.shards CKPT --tp 2 --device cuda``.
 
-All tensor-parallel ranks at once, a process each, which take the device of their number or share the only one, bring their parts of
-each kind alone, in turns, by the own reader: on the CPU into fresh memory, as in a load; to a GPU as often as it takes to move the bytes of
-the checkpoint, so that locking buffers and starting threads do not count.  Of a column-parallel matrix a rank's part lies in one piece in
-the file; of a row-parallel one it is a part of each row.  One JSON line: by kind the bytes that all ranks keep, those that they read, and
-for each turn the bytes kept a second, until the slowest rank is done.  Files are to be in the page cache.
+All tensor-parallel ranks read at once, a process each, on the device of their number or on the only one.  They read the parts
+of one kind at a time, in turns, by the scratch transport.  On the CPU memory is fresh, as in a load.  To a GPU the parts are
+read until the checkpoint's bytes are reached, so that start-up does not count.  A rank's part of a column-parallel matrix is
+contiguous in the file; of a row-parallel one it is a part of each row.
+
+One JSON line: by kind the bytes that all ranks keep, the bytes that they read, and for each turn the bytes kept a second, until
+the slowest rank is done.  Files should be in the page cache.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ KINDS = ("column", "row")
 
 
 class _Sink(Placement):
-    """Nothing is made of what comes here, so nobody ever waits in it."""
+    """A sink without derived tensors, so no thread waits in it."""
 
     def stop(self) -> None: ...
 
@@ -68,7 +70,7 @@ def compare_shards(checkpoint: str, tp_size: int, device: str, turns: int) -> di
 
 
 def one_rank(checkpoint: str, parallel: ParallelConfig, device: torch.device, turns: int) -> dict[str, dict[str, Any]]:
-    """By kind a rank's ``bytes``, ``bytes_read`` and ``seconds`` of each turn; a first one, which warms up, is left out."""
+    """A rank's ``bytes``, ``bytes_read`` and ``seconds`` of each turn, by kind; a first turn only warms up."""
     load = LoadConfig.from_environment(os.environ)
     context = planning_context(checkpoint, parallel, load, device)
     prepared = prepare(context)

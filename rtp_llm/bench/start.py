@@ -1,7 +1,7 @@
-"""What a load does before its first byte, step by step, in a fresh process: ``python -m rtp_llm.bench.start CKPT --device cuda:0``.
+"""The steps of a load before its first byte, in a fresh process: ``python -m rtp_llm.bench.start CKPT --device cuda:0``.
 
-One JSON line: seconds of ``plan``; of ``team``, the reader threads with their buffers, alone and not beside the plan as in a load; and of
-``allocate``, the parameters.  Imports and the device's context are outside of them.
+One JSON line with seconds: of ``plan``; of ``team``, the reader threads with their buffers, here not in parallel with the plan;
+and of ``allocate``, the parameters.  Imports and the device's context are not counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rtp_llm.transport.interface import Moved
 
 
 def time_steps(checkpoint: str, device: torch.device, load: LoadConfig) -> dict[str, float]:
-    """Seconds of each step; nothing is read but headers."""
+    """Seconds of each step; reads headers only."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)

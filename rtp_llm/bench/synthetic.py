@@ -1,4 +1,4 @@
-"""Checkpoints made up for measuring: valid ``config.json``, shapes of real models, random data."""
+"""Synthetic checkpoints to measure with: valid ``config.json``, shapes of real models, random data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 #: Bytes of one element: everything is bfloat16.
 _ITEM = 2
-#: Elements made and written at once.
+#: Elements generated and written at once.
 _CHUNK = 32 << 20
 #: Sign and mantissa of a bfloat16 are random; the exponent is that of 2**-7, the size of usual weights, and never NaN.
 _RANDOM_BITS, _EXPONENT = 0x807F, 0x3C00
@@ -34,8 +34,8 @@ _SPARSE_WIDTHS = (
     (4.0, 2048, 768, 128, 32, 4, 128, 32000),
     (0.0, 512, 128, 32, 8, 4, 64, 2000),
 )
-#: Experts of a layer in :func:`many_tensors`, three tensors each: as few as keep the layers at most as many as published
-#: models have.
+#: Experts of a layer in :func:`many_tensors`, three tensors each: the fewest for which layers are no more than in published
+#: models.
 _EXPERTS, _LAYERS = (32, 64, 128, 256), 128
 #: Tensors of such a layer beside its experts: four projections, two norms of heads, two of the layer, the router.
 _BESIDE = 9
@@ -57,7 +57,7 @@ class _Sizes:
 
 @dataclass(frozen=True, slots=True)
 class SyntheticCheckpoint:
-    """What a checkpoint will hold: its ``config.json``, and the shape of each tensor in the order of the files."""
+    """A checkpoint to write: its ``config.json``, and the shape of each tensor in the order of the files."""
 
     config: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
@@ -104,7 +104,7 @@ def many_tensors(count: int, nbytes: int) -> SyntheticCheckpoint:
     experts = next((e for e in _EXPERTS if count <= _LAYERS * (3 * e + _BESIDE)), _EXPERTS[-1])
     layers = max(1, round(count / (3 * experts + _BESIDE)))
     elements = nbytes // _ITEM // layers
-    # Attention's four matrices are squares of this width, and may take an eighth of the layer.
+    # Attention's four matrices are squares of this width, and take an eighth of the layer.
     hidden = isqrt(elements // 32)
     hidden = hidden // 128 * 128 or max(16, hidden // 16 * 16)
     intermediate = max(1, (elements - 4 * hidden * hidden) // (3 * experts * hidden))

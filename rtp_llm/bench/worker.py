@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _quiet_stdout() -> Iterator[Any]:
-    """The real stdout, while what libraries print there goes to stderr."""
+    """Yields the real stdout, and sends what libraries print there to stderr."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
@@ -78,7 +78,7 @@ def run_contender(
     sums_file: Path | None = None,
     events_file: Path | None = None,
 ) -> dict[str, Any]:
-    """Loads once, and returns what the module says.
+    """Loads once, and returns the fields of the line.
 
     Raises:
         Unavailable: the contender cannot do this here.
@@ -152,7 +152,7 @@ def _import(contender: Contender, architectures: Sequence[str]) -> None:
 
 
 def _wake(device: torch.device) -> None:
-    """Makes the device's context, which takes a second whoever loads."""
+    """Creates the device's context, which takes a second for every loader."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
@@ -167,7 +167,7 @@ def _driver_bytes(device: torch.device) -> int | None:
 
 
 def _pinned_bytes() -> int | None:
-    """The most that torch's allocator has pinned on the host; None where this torch does not tell."""
+    """The most bytes that torch's allocator pinned on the host; None if this torch does not tell."""
     stats: Mapping[str, Any] = getattr(torch.cuda, "host_memory_stats", dict)()
     found = stats.get("allocated_bytes.peak")
     return None if found is None else int(found)

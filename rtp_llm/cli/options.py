@@ -1,4 +1,4 @@
-"""Options of the commands, made from the declarations of settings, and what they resolve_settings."""
+"""Options of the commands, made from the declarations of settings, and the settings that result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rtp_llm.errors import ConfigError, Problem
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: CommandSettings of commands that load weights; ``verify`` is for ``load`` alone.
+#: Settings of commands that load weights; ``verify`` is for ``load`` alone.
 LOADING = (
     "load_method",
     "device",
@@ -41,7 +41,7 @@ LOADING = (
     "eplb",
 )
 
-#: What a launcher decides, but for ``ep_size``, which divides its processes.
+#: Settings that a launcher decides, except ``ep_size``, which divides its processes.
 _PLACE = ("tp_size", "tp_rank", "ep_size", "ep_rank")
 
 _DECLARED = {item.name: item for item in declared(LoadConfig) + declared(ParallelConfig)}
@@ -56,7 +56,7 @@ def common(function: F) -> F:
 
 
 def setting_options(*names: str) -> Callable[[F], F]:
-    """One option for each named setting.  Values stay text: the declarations parse and check them."""
+    """One option for each named setting.  Values stay text, which the declarations parse and check."""
 
     def add(function: F) -> F:
         for name in reversed(names):
@@ -76,7 +76,7 @@ def _option(item: Setting) -> Callable[[F], F]:
 
 @dataclass(frozen=True, slots=True)
 class CommandSettings:
-    """The settings that hold for one command, and where each came from."""
+    """The resolved settings of one command."""
 
     load: LoadConfig
     parallel: ParallelConfig
@@ -94,7 +94,7 @@ def output_of(context: click.Context) -> Output:
 
 
 def command_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> CommandSettings:
-    """CommandSettings from flags, the environment and, under a launcher, this process's place in the world.
+    """Settings from flags, the environment and, under a launcher, this process's rank.
 
     Raises:
         ConfigError: every value that is not allowed, of both classes; ranks that contradict the launcher's.
@@ -122,7 +122,7 @@ def _facts(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, in
     if launch is None:
         return {}
     asked = {name: str(flags.get(name) or environ.get(_DECLARED[name].env, "").strip()) for name in _PLACE}
-    # What is no number at all is refused where all settings are parsed.
+    # Text that is no number is refused where all settings are parsed.
     ep_size = int(asked["ep_size"] or "1") if re.fullmatch("[0-9]{0,9}", asked["ep_size"]) else 1
     if not 0 < ep_size <= launch.size or launch.size % ep_size:
         raise ConfigError(

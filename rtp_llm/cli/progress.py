@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
-#: Seconds between lines where stderr is a file or a pipe: often enough to see life, rarely enough for a log.
+#: Seconds between lines if stderr is a file or pipe: often enough to show progress, rarely enough for a log.
 LINE_SECONDS = 5.0
 
 
 class ProgressBar(Protocol):
-    """What a transport reports to; ``advance`` is called from several threads."""
+    """The display that a transport reports to; ``advance`` is called from several threads."""
 
     def start(self, total_bytes: int) -> None: ...
 
@@ -43,7 +43,7 @@ class NoProgressBar:
 
 
 class LineProgress:
-    """A line every :data:`LINE_SECONDS`; none at all for a load that is quicker."""
+    """A line every :data:`LINE_SECONDS`; none for a quicker load."""
 
     def __init__(self, every: float = LINE_SECONDS) -> None:
         self._every = every

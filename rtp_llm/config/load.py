@@ -10,7 +10,7 @@ from rtp_llm.config.kinds import ChoiceKind, Device, FilePath, JsonObject, Optio
 from rtp_llm.config.setting import make, setting, validate
 from rtp_llm.errors import Problem
 
-#: What a checkpoint may be, and what may be made of a plain one.  The registry of methods is held to this list.
+#: Methods of quantised checkpoints, and those that quantise a plain one.  A test compares the registry with this list.
 QUANTIZATION_METHODS = (
     "awq",
     "compressed-tensors",
@@ -61,14 +61,14 @@ class LoadConfig:
         "Who computes norms, gates, rotations and attention; auto takes flashinfer on a CUDA device for what it can do there, else torch.",
         env="KERNELS",
     )
-    # 256: beyond that, threads only queue at the disk.
+    # More than 256 threads only queue at the disk.
     reader_threads: int = setting(
         Whole(0, 256), 0, "Threads that read files; 0 takes as many as there are CPUs (three quarters of them beside a GPU), at most 12."
     )
-    # 4096 MiB a thread is already far beyond where a larger buffer reads faster.
+    # Buffers far smaller than 4096 MiB already read as fast.
     buffer_mib: int = setting(Whole(1, 4096), 8, "Size of each of a reader thread's staging buffers (two beside a GPU), in MiB.")
-    # 128 KiB is the kernel's default read-ahead window: such a gap is fetched from storage anyway, and in the page cache
-    # reading past it costs less than a second call.
+    # 128 KiB is the kernel's default read-ahead window: such a gap is read from storage anyway, and copying it from the
+    # page cache costs less than a second call.
     read_gap_kib: int = setting(
         Whole(0, 65536),
         128,

@@ -1,7 +1,7 @@
 """One declaration for each setting: flag, environment variable, default, allowed values and help.
 
-A settings class is a frozen, slotted dataclass whose fields are made by :func:`setting`.  Command-line options, the
-environment, checks, the documentation table and the dump at start are all read from the fields; nothing is said twice.
+A settings class is a frozen, slotted dataclass whose fields are made by :func:`setting`.  Command-line options, environment
+variables, checks, the documentation table and the log line at start all come from the fields.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _KEY = "rtp_llm.setting"
 
 
 class SettingsClass(Protocol):
-    """What this module asks of a settings class."""
+    """The interface of a settings class."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def contradictions(self) -> Iterable[Problem]:
-        """Problems that only several settings together have; called when each of them is allowed."""
+        """Problems of several settings together; called if each of them is allowed."""
 
 
 S = TypeVar("S", bound=SettingsClass)
@@ -75,7 +75,7 @@ def _declaration(field: dataclasses.Field[Any]) -> Setting:
 
 
 def validate(config: SettingsClass) -> None:
-    """Called by every settings class when an object of it is made: the one place that checks values.
+    """Checks all values; every settings class calls it in ``__post_init__``.
 
     Raises:
         ConfigError: with all values that are not allowed.
@@ -107,7 +107,7 @@ def _problem(refusal: Refusal, item: Setting, value: object, source: str) -> Pro
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSetting:
-    """A setting's value and where it came from: ``flag --x``, ``environment variable X`` ``launcher`` or ``default``."""
+    """A setting's value and its source: ``flag --x``, ``environment variable X``, ``launcher`` or ``default``."""
 
     setting: Setting
     value: object
@@ -117,14 +117,14 @@ class ResolvedSetting:
 def resolve_settings(
     cls: type[S], flags: Mapping[str, object], environ: Mapping[str, str], facts: Mapping[str, object] | None = None
 ) -> tuple[ResolvedSetting, ...]:
-    """Each setting's value: a fact's, else the flag's if given, else the environment's, else the default.
+    """Each setting's value: from ``facts``, else the flag, else the environment, else the default.
 
     Args:
         cls: a settings class.
         flags: values by setting name; None means that the flag was not given.  Texts are parsed, switches are taken as
             they are.
         environ: usually ``os.environ``.  A variable that is blank counts as unset.
-        facts: values by setting name that are not the user's to resolve_settings: a launcher's ranks.
+        facts: values by setting name that are not the user's to choose: a launcher's ranks.
 
     Raises:
         ConfigError: with all values that are not allowed, each with its source.
@@ -162,7 +162,7 @@ def make(cls: type[S], flags: Mapping[str, object], environ: Mapping[str, str]) 
 
 
 def spelled(value: object) -> str:
-    """A value as a flag or a variable spells it; ``none`` where there is none."""
+    """A value as a flag or a variable spells it; ``none`` for None."""
     if isinstance(value, bool):
         return "1" if value else "0"
     if value is None:

@@ -22,7 +22,7 @@ Examples:
   rtp-llm bench ./Qwen3-8B --plot loading.png --json
 """
 
-#: More runs do not make a median steadier than the machine is.
+#: With more runs the median no longer gets steadier.
 _MOST_RUNS = 100
 
 _STATES = {"both": ("warm", "cold"), "warm": ("warm",), "cold": ("cold",)}
@@ -88,7 +88,7 @@ def bench(
     if plot is not None:
         check_plot(plot)
     device = str(resolve_device(settings.load.device, 0))
-    # What cannot be loaded at all is refused once, and not by every contender.
+    # A checkpoint that cannot be loaded is refused once, not by every contender.
     build_plan(checkpoint, settings.parallel, settings.load).raise_for_problems()
     request = BenchRequest(read_catalog(checkpoint), device, settings.load, settings.parallel, names, runs, _STATES[cache], drop_caches)
     document = run_bench(request, output.note)

@@ -17,7 +17,7 @@ from rtp_llm.cli.options import common, output_of
 from rtp_llm.cli.output import pairs, print_table, size
 from rtp_llm.transport import pagecache
 
-#: Distributions that loading uses: what for, and whether nothing works without.
+#: Distributions that loading uses: what for, and whether it is required.
 _PACKAGES = (
     ("torch", "tensors and devices", True),
     ("safetensors", "file format", True),
@@ -91,8 +91,8 @@ def _torch() -> dict[str, Any]:
 
 
 def _tiers(torch_found: dict[str, Any]) -> list[dict[str, Any]]:
-    """The ways in which weights can get to a device, best last."""
-    # Imported here: it imports what it looks at, and that takes torch.
+    """The transports, best last."""
+    # Imported here: it imports torch.
     from rtp_llm.transport.fastsafetensors.probe import Tier, probe
 
     found = probe()
@@ -103,7 +103,7 @@ def _tiers(torch_found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _kernels(torch_found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each operation of each back end, in a dtype and sizes that it has, and what is missing for it here."""
+    """Each operation of each back end, and what is missing for it here."""
     if torch_found["error"] is not None:
         return []
     from rtp_llm.loader.kernels import survey
@@ -112,7 +112,7 @@ def _kernels(torch_found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _quantization(torch_found: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the product of a quantised linear layer runs on here, for each method."""
+    """How products with quantised weights are computed here, for each method."""
     if torch_found["error"] is not None:
         return []
     from rtp_llm.quantization.registry import METHODS
@@ -128,7 +128,7 @@ def _directory(directory: Path) -> dict[str, Any]:
 
 
 def _regular(path: Path) -> bool:
-    """A file that can be opened without waiting: no pipe, no device, no dangling link."""
+    """Whether a file is regular: no pipe, device or dangling link, which could block."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except OSError:

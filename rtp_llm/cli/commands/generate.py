@@ -33,9 +33,9 @@ Examples:
 
 #: The largest seed that generators take: rtp_llm.runtime.sampling.MOST_SEED, which cannot be imported without torch.
 _MOST_SEED = 2**63 - 1
-#: More sequences at a time than any decode step gains from.
+#: No decode step gets faster with more sequences.
 _MOST_BATCH = 4096
-#: Characters of a prompt that stand above its answer, where there are several.
+#: Characters of a prompt shown above its answer, if there are several.
 _TITLE = 72
 
 
@@ -123,7 +123,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What to say to the model, and when it has answered."""
+    """The requests, and when an answer ends."""
 
     tokenizer: PreTrainedTokenizerBase
     prompts: tuple[str, ...]
@@ -139,7 +139,7 @@ class _Task:
         return str(self.tokenizer.decode(list(answer.ids), skip_special_tokens=True))
 
     def title(self, index: int) -> str:
-        """A line above an answer, where there are several."""
+        """A line above an answer, if there are several."""
         first = self.prompts[index].strip().partition("\n")[0]
         return f"--- {index + 1}: {printable(first[:_TITLE])}" if len(self.prompts) > 1 else ""
 
@@ -158,14 +158,14 @@ def _prepare(checkpoint: str, asked: _Asked) -> _Task:
 
 
 def _prompts(asked: _Asked) -> tuple[str, ...]:
-    """All prompts in their order; blank lines of a file are none."""
+    """All prompts in order; blank lines of a file do not count."""
     from rtp_llm.errors import ConfigError, Problem
     from rtp_llm.runtime.faults import RuntimeFault
 
     if asked.prompts_file is None:
         return asked.prompts
     try:
-        # Not splitlines(), for which a form feed or a line separator within a prompt ends it too.
+        # Not splitlines(), which also splits at form feeds and line separators within a prompt.
         lines = Path(asked.prompts_file).read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         problem = Problem(RuntimeFault.BAD_PROMPT, "the prompts are not text", file=asked.prompts_file, expected="UTF-8", actual=str(error))
@@ -183,7 +183,7 @@ def _requests(
     """A request for each prompt.
 
     Raises:
-        ConfigError: with everything that is wrong with any of them.
+        ConfigError: with all problems of all prompts.
     """
     from rtp_llm.errors import ConfigError, Problem
     from rtp_llm.runtime.generation import GenerationRequest
@@ -205,7 +205,7 @@ def _requests(
 
 
 def _agree(world: World, task: _Task, batch_size: int) -> None:
-    """Ranks that were given different things would answer none of them: a template may tell the time, and hosts have their own files.
+    """Checks that all ranks have the same requests: a template may contain the time, and hosts have their own files.
 
     Raises:
         ParallelError: the same on every rank.
@@ -239,7 +239,7 @@ def _run(generation: Generation, task: _Task, printer: _Printer | None) -> list[
 
 
 class _Printer:
-    """Prints text as it comes: of one answer at a time, in the order of the prompts, while that of later ones is kept."""
+    """Prints text as it arrives, one answer at a time in the order of prompts; text of later answers is kept."""
 
     def __init__(self, task: _Task, output: Output) -> None:
         from rtp_llm.runtime.tokenizer import TextStream
@@ -252,7 +252,7 @@ class _Printer:
         self._begun = False
 
     def take(self, index: int, token: int | None) -> None:
-        """A token of an answer; None where it has ended."""
+        """Takes a token of an answer; None at its end."""
         stream = self._streams[index]
         self._ended[index] = token is None
         self._kept[index] += stream.end() if token is None else stream.add(token)
@@ -300,7 +300,7 @@ def _document(task: _Task, answers: Sequence[Answer], generation: Generation) ->
     seconds = generation.prefill.seconds + generation.decode.seconds
     new = sum(len(answer.ids) for answer in answers)
     return {
-        # What there was before there were several; the fields stay.
+        # Fields from before there were several prompts.
         **entries[0],
         "answers": entries,
         "seconds": seconds,

@@ -44,7 +44,7 @@ def inspect(context: click.Context, checkpoint: str, tensors: bool) -> int:
 
 
 def _architectures(checkpoint: str) -> tuple[list[str], tuple[Problem, ...]]:
-    """What ``config.json`` names, and what is wrong with it."""
+    """The architectures of ``config.json``, and its problems."""
     from rtp_llm.checkpoint import read_config
 
     try:

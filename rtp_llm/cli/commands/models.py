@@ -54,7 +54,7 @@ def models(context: click.Context) -> int:
 
 
 def _feature(name: str, features: dict[str, Any]) -> str:
-    # The names of all methods, in every row, would be wider than the table.
+    # The names of all methods in every row would make the table too wide.
     every = name == "quantization" and tuple(features[name]) == QUANTIZATION_METHODS
     return "all methods" if every else _shown(features[name])
 

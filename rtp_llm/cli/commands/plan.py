@@ -74,7 +74,7 @@ def _memory(taken: dict[str, int]) -> str:
     return f"{size(taken['predicted_peak_bytes'])}, {size(taken['bytes_staging'])} of it staging buffers{making}"
 
 
-#: Lines of one kind beyond which only their number is printed: a checkpoint of another model has as many as it has tensors.
+#: Most lines of one kind; of the rest only the number: a checkpoint of another model has as many as tensors.
 _MOST_LISTED = 100
 
 
@@ -85,7 +85,7 @@ def _listed(label: str, things: Sequence[object]) -> None:
         click.echo(f"{label}: ... and {len(things) - _MOST_LISTED} more (--json lists all)")
 
 
-#: Skipped tensors with one reason beyond which only their number is printed: a layer of experts has hundreds.
+#: Most skipped tensors of one reason; of more only the number: a layer of experts has hundreds.
 _MOST_SKIPPED = 8
 
 
@@ -101,7 +101,7 @@ def _skipped(document: dict[str, Any]) -> None:
                 click.echo(f"skipped: {printable(tensor)}: {printable(reason)}")
 
 
-#: Entries of lists, and modules, beyond which only their number is printed: some configurations list every norm.
+#: Most entries of lists, and modules; of the rest only the number: some configurations list every norm.
 _MOST_LISTED = 8
 
 
@@ -117,12 +117,12 @@ def _quantization(found: dict[str, Any] | None) -> None:
             click.echo(f"{label}: {shown}{f' and {len(names) - _MOST_LISTED} more' if len(names) > _MOST_LISTED else ''}")
 
 
-#: Rows of the expert table beyond which only this rank's are printed.
+#: Most rows of the expert table; of more only this rank's.
 _MOST_ROWS = 128
 
 
 def _experts(document: dict[str, Any]) -> None:
-    """Which rank holds which experts, a row for each rank and each run of layers that are alike."""
+    """Which rank has which experts: a row for each rank and run of equal layers."""
     rows = []
     for entry in document["experts"]:
         layouts = sorted({*entry["layout"].values()})
