@@ -63,10 +63,10 @@ def run_commands(commands: Sequence[Sequence[str]], environ: Mapping[str, str], 
         port = probe.getsockname()[1]
         probe.close()
         # Files, not pipes: a rank with much output would wait for this process, and the others for it.
-        spoken = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in commands]
+        outputs = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in commands]
         started = [
             subprocess.Popen([sys.executable, *command], env={**environ, **_place(rank, size, port)}, stdout=out, stderr=errors)
-            for rank, (command, (out, errors)) in enumerate(zip(commands, spoken, strict=True))
+            for rank, (command, (out, errors)) in enumerate(zip(commands, outputs, strict=True))
         ]
         deadline = time.monotonic() + timeout_s
         try:
@@ -78,7 +78,7 @@ def run_commands(commands: Sequence[Sequence[str]], environ: Mapping[str, str], 
             for process in started:
                 process.kill()
                 process.wait()
-        texts = [[_text(file) for file in files] for files in spoken]
+        texts = [[_text(file) for file in files] for files in outputs]
     wrong = [
         f"rank {rank}: {(errors or [f'exit code {process.returncode}'])[-1]}"
         for rank, (process, (_, errors)) in enumerate(zip(started, texts, strict=True))

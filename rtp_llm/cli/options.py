@@ -121,16 +121,16 @@ def _facts(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, in
     launch = launched(environ)
     if launch is None:
         return {}
-    asked = {name: str(flags.get(name) or environ.get(_DECLARED[name].env, "").strip()) for name in _PLACE}
+    given = {name: str(flags.get(name) or environ.get(_DECLARED[name].env, "").strip()) for name in _PLACE}
     # Text that is no number is refused where all settings are parsed.
-    ep_size = int(asked["ep_size"] or "1") if re.fullmatch("[0-9]{0,9}", asked["ep_size"]) else 1
+    ep_size = int(given["ep_size"] or "1") if re.fullmatch("[0-9]{0,9}", given["ep_size"]) else 1
     if not 0 < ep_size <= launch.size or launch.size % ep_size:
         raise ConfigError(
             Problem(
                 ConfigFault.CONTRADICTION,
                 "ep_size and the launcher contradict each other",
                 expected=f"a divisor of WORLD_SIZE={launch.size}",
-                actual=asked["ep_size"],
+                actual=given["ep_size"],
                 fix="start tp_size * ep_size processes",
             )
         )
@@ -144,7 +144,7 @@ def _facts(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, in
             actual=text,
             fix="leave it out: under torchrun the processes are the ranks",
         )
-        for name, text in asked.items()
+        for name, text in given.items()
         if text and text != str(facts[name])
     ]
     if problems:

@@ -47,11 +47,11 @@ def chat_texts(template: str, special_tokens: Mapping[str, Any], prompts: Sequen
         ConfigError: ``BAD_CHAT_TEMPLATE``, for a template that fails or exceeds a limit of time, memory or text.
     """
     seconds = _SECONDS + _SECONDS_EACH * len(prompts)
-    asked = {"template": template, "special_tokens": dict(special_tokens), "prompts": list(prompts), "seconds": seconds}
+    request = {"template": template, "special_tokens": dict(special_tokens), "prompts": list(prompts), "seconds": seconds}
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-c", _PROGRAM, *sys.path],
-            input=json.dumps(asked).encode(),
+            input=json.dumps(request).encode(),
             capture_output=True,
             timeout=_PATIENCE_S + seconds,
             check=False,
@@ -110,11 +110,13 @@ def _rendered(template: str, special_tokens: Mapping[str, Any], prompt: str) -> 
 
 def main() -> None:
     """Reads the request from stdin, and writes ``{"texts": [...]}`` or ``{"error": "..."}`` to stdout."""
-    asked = json.load(sys.stdin.buffer)
+    request = json.load(sys.stdin.buffer)
     _rendered("", {}, "")  # imports and compiles before the limit starts
-    _limit(asked["seconds"])
+    _limit(request["seconds"])
     try:
-        answer: dict[str, Any] = {"texts": [_rendered(asked["template"], asked["special_tokens"], prompt) for prompt in asked["prompts"]]}
+        answer: dict[str, Any] = {
+            "texts": [_rendered(request["template"], request["special_tokens"], prompt) for prompt in request["prompts"]]
+        }
     except _ERRORS as error:
         answer = {"error": brief(error)}
     print(json.dumps(answer))

@@ -85,11 +85,11 @@ def generate(
     """
     if not prompts and prompts_file is None:
         raise click.UsageError("give --prompt or --prompts_file", context)
-    asked = _Asked(
+    arguments = _Arguments(
         prompts, prompts_file, max_new_tokens, raw, {name: flags.pop(name) for name in ("temperature", "top_k", "top_p", "seed")}
     )
     loaded, task = load_for(
-        context, checkpoint, flags, lambda: _prepare(checkpoint, asked), cache=lambda prepared: prepared.cache_size(batch_size)
+        context, checkpoint, flags, lambda: _prepare(checkpoint, arguments), cache=lambda prepared: prepared.cache_size(batch_size)
     )
 
     from rtp_llm.runtime.generation import Generation
@@ -106,12 +106,12 @@ def generate(
     document = _document(task, answers, generation) | {"cuda_graphs": way.to_json(), "load": loaded.report.to_json()}
     output.emit(document, lambda: None if shown else _print(task, answers))
     graphs = f"CUDA graphs for batches of {', '.join(map(str, way.sizes))}" if way.sizes else f"no CUDA graphs: {way.reason}"
-    output.note(f"prefill {_told(generation.prefill)}; decode {_told(generation.decode)}; {graphs}")
+    output.note(f"prefill {_speed(generation.prefill)}; decode {_speed(generation.decode)}; {graphs}")
     return 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Arguments:
     """What the flags say."""
 
     prompts: tuple[str, ...]
@@ -144,41 +144,43 @@ class _Task:
         return f"--- {index + 1}: {printable(first[:_TITLE])}" if len(self.prompts) > 1 else ""
 
 
-def _prepare(checkpoint: str, asked: _Asked) -> _Task:
+def _prepare(checkpoint: str, arguments: _Arguments) -> _Task:
     from rtp_llm.runtime.limits import generation_limits, require_kind, stop_tokens
     from rtp_llm.runtime.sampling import Sampling
     from rtp_llm.runtime.tokenizer import load_tokenizer
 
     require_kind(checkpoint, "causal")
-    sampling = Sampling(**asked.sampling)
-    prompts = _prompts(asked)
+    sampling = Sampling(**arguments.sampling)
+    prompts = _prompts(arguments)
     tokenizer = load_tokenizer(checkpoint)
-    requests = _requests(prompts, tokenizer, asked, sampling, generation_limits(checkpoint))
+    requests = _requests(prompts, tokenizer, arguments, sampling, generation_limits(checkpoint))
     return _Task(tokenizer, prompts, requests, stop_tokens(checkpoint, tokenizer.eos_token_id))
 
 
-def _prompts(asked: _Asked) -> tuple[str, ...]:
+def _prompts(arguments: _Arguments) -> tuple[str, ...]:
     """All prompts in order; blank lines of a file do not count."""
     from rtp_llm.errors import ConfigError, Problem
     from rtp_llm.runtime.faults import RuntimeFault
 
-    if asked.prompts_file is None:
-        return asked.prompts
+    if arguments.prompts_file is None:
+        return arguments.prompts
     try:
         # Not splitlines(), which also splits at form feeds and line separators within a prompt.
-        lines = Path(asked.prompts_file).read_text(encoding="utf-8-sig").split("\n")
+        lines = Path(arguments.prompts_file).read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
-        problem = Problem(RuntimeFault.BAD_PROMPT, "the prompts are not text", file=asked.prompts_file, expected="UTF-8", actual=str(error))
+        problem = Problem(
+            RuntimeFault.BAD_PROMPT, "the prompts are not text", file=arguments.prompts_file, expected="UTF-8", actual=str(error)
+        )
         raise ConfigError(problem) from error
-    found = (*asked.prompts, *(line for line in lines if line.strip()))
+    found = (*arguments.prompts, *(line for line in lines if line.strip()))
     if not found:
-        problem = Problem(RuntimeFault.BAD_PROMPT, "no prompts", file=asked.prompts_file, expected="one a line", actual="blank lines")
+        problem = Problem(RuntimeFault.BAD_PROMPT, "no prompts", file=arguments.prompts_file, expected="one a line", actual="blank lines")
         raise ConfigError(problem)
     return found
 
 
 def _requests(
-    prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase, asked: _Asked, sampling: Sampling, limits: Any
+    prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase, arguments: _Arguments, sampling: Sampling, limits: Any
 ) -> tuple[GenerationRequest, ...]:
     """A request for each prompt.
 
@@ -191,11 +193,11 @@ def _requests(
 
     requests: list[GenerationRequest] = []
     problems: list[Problem] = []
-    for number, text in enumerate(prompt_texts(tokenizer, prompts, raw=asked.raw), 1):
+    for number, text in enumerate(prompt_texts(tokenizer, prompts, raw=arguments.raw), 1):
         try:
-            ids = encode_text(tokenizer, text, raw=asked.raw)
+            ids = encode_text(tokenizer, text, raw=arguments.raw)
             limits.check(ids)
-            requests.append(GenerationRequest(tuple(ids), limits.room(len(ids), asked.max_new_tokens), sampling))
+            requests.append(GenerationRequest(tuple(ids), limits.room(len(ids), arguments.max_new_tokens), sampling))
         except ConfigError as error:
             where = f"prompt {number}: " if len(prompts) > 1 else ""
             problems += [replace(problem, what=where + problem.what) for problem in error.problems]
@@ -216,8 +218,8 @@ def _agree(world: World, task: _Task, batch_size: int) -> None:
     lines = [f"{batch_size} sequences at a time, end tokens {sorted(task.stop_ids)}"]
     for number, request in enumerate(task.requests, 1):
         ids = digest(map(str, request.prompt_ids))
-        asked = f"{len(request.prompt_ids)} tokens of digest {ids[:12]}, {request.max_new_tokens} more, {request.sampling}"
-        lines.append(f"prompt {number}: {asked}")
+        summary = f"{len(request.prompt_ids)} tokens of digest {ids[:12]}, {request.max_new_tokens} more, {request.sampling}"
+        lines.append(f"prompt {number}: {summary}")
     with world.watch(together=False) as watch:
         agree(
             watch,
@@ -310,7 +312,7 @@ def _document(task: _Task, answers: Sequence[Answer], generation: Generation) ->
     }
 
 
-def _told(pace: Pace) -> str:
+def _speed(pace: Pace) -> str:
     return f"{pace.tokens} tokens in {pace.seconds:.2f} s" + (f", {pace.per_second:.1f} a second" if pace.per_second else "")
 
 
