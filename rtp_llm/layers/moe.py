@@ -92,7 +92,7 @@ class Experts(Quantisable, KernelUser):
     """This rank's shards of its experts, and their contribution to the sum over all ranks.
 
     Parameters: ``gate_up [local experts, 2 * intermediate / tp, hidden]`` (gate above up, or their rows in turn) and ``down
-    [local experts, hidden, intermediate / tp]``; with a quantisation scheme its tensors replace them. With biases
+    [local experts, hidden, intermediate / tp]``; with a quantisation scheme its tensors replace them.  With biases
     ``gate_up_bias [local experts, 2 * intermediate / tp]`` and ``down_bias [local experts, hidden]``: the latter whole on every
     rank; the first rank of a tensor-parallel group adds it.
     """

@@ -75,7 +75,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecoderDefaults:
-    """Defaults of a family's transformers class; those of other fields are the same in all families."""
+    """A family's defaults for absent fields: those of its transformers class.  Other fields have the same in all families."""
 
     vocab_size: int
     intermediate_size: int

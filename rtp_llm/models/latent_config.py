@@ -19,7 +19,7 @@ from rtp_llm.models.rope import read_rope
 
 @dataclass(frozen=True, slots=True)
 class LatentDefaults:
-    """Defaults of a family's transformers class."""
+    """A family's defaults for fields absent from ``config.json``: those of its transformers class."""
 
     vocab_size: int
     hidden_size: int
@@ -115,7 +115,7 @@ class ExpertFields:
 
 @dataclass(frozen=True, slots=True)
 class ExpertDefaults:
-    """Defaults of a family's transformers class for fields of experts."""
+    """A family's defaults for absent fields of experts: those of its transformers class."""
 
     experts: int
     top_k: int
@@ -136,7 +136,7 @@ def read_experts(
 ) -> MoEConfig:
     """The experts of the layers numbered ``layers``; problems stay with the reader.  Only ``noaux_tc`` may renormalise."""
     experts = read_expert_count(reader, fields.experts, defaults.experts, len(layers))
-    defaulted_routing = RoutingDefaults(
+    routing_defaults = RoutingDefaults(
         method,
         defaults.top_k,
         defaults.groups,
@@ -145,7 +145,7 @@ def read_experts(
         renormalise=method == "noaux_tc" and reader.boolean(fields.renormalise, True),
         wide=True,
     )
-    routing = read_routing(reader, experts, defaulted_routing, fields.routing)
+    routing = read_routing(reader, experts, routing_defaults, fields.routing)
     size = reader.integer("moe_intermediate_size", defaults.intermediate_size)
     shared = reader.optional_integer(fields.shared, defaults.shared, least=0, most=max(1, MAX_SIZE // size)) or 0
     return MoEConfig(MoEShape(sizes.hidden_size, size, sizes.act, routing, shared * size or None), layers)
