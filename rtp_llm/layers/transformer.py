@@ -119,7 +119,10 @@ class CausalLM(KernelUser):
         return Step(rotary, self._tables(rotary), {window: causal_mask(tokens, window, device) for window in self.windows})
 
     def compute(self, input_ids: torch.Tensor, step: Step, *, last: bool = False) -> torch.Tensor:
-        """Logits ``[batch, seq, vocab_size]``, or ``[batch, 1, vocab_size]`` of the ``last`` token alone.  Waits for the device only in ``host_bound`` layers."""
+        """Logits ``[batch, seq, vocab_size]``, or ``[batch, 1, vocab_size]`` of the ``last`` token alone.
+
+        Waits for the device only in ``host_bound`` layers.
+        """
         x: torch.Tensor = self.embed(input_ids)
         for layer in self.layers:
             x = layer(x, step)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rtp_llm import LoadConfig, load_model
 from rtp_llm.cli import main
-from rtp_llm.cli.commands.generate import _Asked, _prompts
+from rtp_llm.cli.commands.generate import _Arguments, _prompts
 from rtp_llm.layers.cache import CacheSize
 from rtp_llm.layers.faults import ForwardError
 from rtp_llm.runtime.generation import Answer, Generation, GenerationRequest, cache_size, generate, generate_all
@@ -179,7 +179,7 @@ def test_the_command_takes_many_prompts(smollm2: Path, tmp_path: Path, capsys: p
 def test_a_line_is_a_prompt(tmp_path: Path) -> None:
     """Whatever an editor on another system writes before and behind it; what separates lines only in print is part of the prompt."""
     (tmp_path / "prompts.txt").write_bytes("\ufeffone\r\ntwo\u2028\f\x85lines\r\n\r\n".encode())
-    assert _prompts(_Asked(("zero",), str(tmp_path / "prompts.txt"), 1, True, {})) == ("zero", "one", "two\u2028\f\x85lines")
+    assert _prompts(_Arguments(("zero",), str(tmp_path / "prompts.txt"), 1, True, {})) == ("zero", "one", "two\u2028\f\x85lines")
 
 
 @pytest.mark.parametrize(
