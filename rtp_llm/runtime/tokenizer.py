@@ -101,7 +101,7 @@ class TextStream:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._start = self._told = 0
+        self._start = self._decoded_to = 0
 
     def add(self, token: int) -> str:
         """The text that is certain since the last call; empty while a character is incomplete."""
@@ -113,10 +113,10 @@ class TextStream:
         return self._since(None)
 
     def _since(self, hold: str | None) -> str:
-        before, now = self._decoded(self._ids[self._start : self._told]), self._decoded(self._ids[self._start :])
+        before, now = self._decoded(self._ids[self._start : self._decoded_to]), self._decoded(self._ids[self._start :])
         if len(now) <= len(before) or (hold is not None and now.endswith(hold)):
             return ""
-        self._start, self._told = self._told, len(self._ids)
+        self._start, self._decoded_to = self._decoded_to, len(self._ids)
         return now[len(before) :]
 
     def _decoded(self, ids: list[int]) -> str:
