@@ -79,14 +79,14 @@ def by_transformers(directory: str, sizes: Sizes, device: str) -> dict[int, floa
 def by_us(directory: str, sizes: Sizes, device: str, kernels: str, graphs: bool) -> dict[int, float]:
     """Tokens a second by batch."""
     from rtp_llm import LoadConfig, load_model
-    from rtp_llm.runtime.generation import Generation, Request, cache_size
+    from rtp_llm.runtime.generation import Generation, GenerationRequest, cache_size
     from rtp_llm.runtime.graphs import decoding
 
     loaded = load_model(directory, load=LoadConfig(device=device, kernels=kernels, load_method="scratch", progress=False))
     model: Any = loaded.model
     rates = {}
     for batch in sizes.batches:
-        requests = [Request(tuple(prompt), sizes.new) for prompt in sizes.prompts(batch, loaded.raw_config["vocab_size"])]
+        requests = [GenerationRequest(tuple(prompt), sizes.new) for prompt in sizes.prompts(batch, loaded.raw_config["vocab_size"])]
         cache = model.cache_of(cache_size(requests, batch))
         way = decoding(model, cache, graphs=graphs)
         if graphs and not way.sizes:

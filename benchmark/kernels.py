@@ -24,10 +24,10 @@ from rich.table import Table
 
 from rtp_llm.kernels.backends import FLASHINFER
 from rtp_llm.kernels.compile import Compilation
+from rtp_llm.kernels.functions import device_facts, find_unsupported
 from rtp_llm.kernels.interface import Kernels
-from rtp_llm.kernels.needs import GateNeed, Need, NormNeed, RotaryNeed
-from rtp_llm.kernels.offers import device_facts, lacks
-from rtp_llm.kernels.symbols import resolve
+from rtp_llm.kernels.needs import GateNeed, KernelNeed, NormNeed, RotaryNeed
+from rtp_llm.kernels.symbols import resolve_symbol
 from rtp_llm.kernels.torch_kernels import TORCH
 
 #: Turns of each back end; the median counts.
@@ -87,7 +87,7 @@ class Tensors:
         return moved.get(op, 2 * heads)
 
 
-def needs(sizes: Sizes) -> tuple[Need, ...]:
+def needs(sizes: Sizes) -> tuple[KernelNeed, ...]:
     """What a layer of these sizes declares."""
     norms = (NormNeed(op, torch.bfloat16, sizes.hidden) for op in ("rms_norm", "add_rms_norm"))
     gate = GateNeed("silu_and_mul", torch.bfloat16, sizes.intermediate)
@@ -97,12 +97,12 @@ def needs(sizes: Sizes) -> tuple[Need, ...]:
 def backends(sizes: Sizes, device: torch.device) -> dict[str, Kernels]:
     """Torch, and flashinfer where all of it can be had here, compiled."""
     wanted, facts = needs(sizes), device_facts(device)
-    found = {symbol: resolve(symbol) for symbol in FLASHINFER.symbols(wanted)} if facts.type == "cuda" else {}
-    lacking = [lack.detail for need in wanted for lack in lacks(FLASHINFER, need, found, facts)]
+    found = {symbol: resolve_symbol(symbol) for symbol in FLASHINFER.symbols(wanted)} if facts.type == "cuda" else {}
+    lacking = [lack.detail for need in wanted for lack in find_unsupported(FLASHINFER, need, found, facts)]
     if lacking or facts.cuda is None:
         print(f"torch alone: {lacking[0] if lacking else 'no CUDA'}")
         return {"torch": TORCH}
-    modules = tuple(dict.fromkeys(module for need in wanted for module in FLASHINFER.offers[need.op].modules(need)))
+    modules = tuple(dict.fromkeys(module for need in wanted for module in FLASHINFER.functions[need.op].modules(need)))
     Compilation(modules, facts.cuda).result(10, print, lambda: None)
     return {"torch": TORCH, "flashinfer": FLASHINFER.kernels([need.op for need in wanted])["rms_norm"]}
 

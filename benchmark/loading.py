@@ -37,14 +37,14 @@ from rich.table import Table
 
 from rtp_llm.bench.contenders import BY_NAME, CONTENDERS
 from rtp_llm.bench.faults import BenchError
-from rtp_llm.bench.growth import draw, growth
-from rtp_llm.bench.measure import bench, environment, prepare, spawn
+from rtp_llm.bench.growth import draw_growth, growth
+from rtp_llm.bench.measure import environment, prepare_cache, run_bench, spawn
 from rtp_llm.bench.plot import check_plot
 from rtp_llm.bench.ranks import launch
-from rtp_llm.bench.request import COLD, WARM, Request
-from rtp_llm.bench.shards import measured as shards
+from rtp_llm.bench.request import COLD, WARM, BenchRequest
+from rtp_llm.bench.shards import compare_shards
 from rtp_llm.bench.summary import machine
-from rtp_llm.bench.synthetic import Made, llama, many_tensors, qwen3_moe, write_checkpoint
+from rtp_llm.bench.synthetic import SyntheticCheckpoint, llama, many_tensors, qwen3_moe, write_checkpoint
 from rtp_llm.checkpoint import read_catalog
 from rtp_llm.config import LoadConfig, ParallelConfig
 from rtp_llm.errors import RtpLlmError
@@ -93,16 +93,18 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def request_for(directory: Path, device: str, runs: int, load: LoadConfig | None = None, names: Sequence[str] = ("rtp-llm",)) -> Request:
+def request_for(
+    directory: Path, device: str, runs: int, load: LoadConfig | None = None, names: Sequence[str] = ("rtp-llm",)
+) -> BenchRequest:
     load = load or LoadConfig.from_environment(os.environ)
-    return Request(read_catalog(directory), device, load, ParallelConfig(), tuple(names), runs)
+    return BenchRequest(read_catalog(directory), device, load, ParallelConfig(), tuple(names), runs)
 
 
-def measured(request: Request) -> dict[str, Any]:
+def measured(request: BenchRequest) -> dict[str, Any]:
     """The median of some loads by our own reader, warm: seconds in all, and of each phase."""
     found = []
     for _ in range(request.runs):
-        prepare(request, WARM)
+        prepare_cache(request, WARM)
         line = spawn(request, BY_NAME["rtp-llm"])
         if isinstance(line, str):
             raise SystemExit(f"{request.catalog.directory}: {line}")
@@ -136,7 +138,7 @@ def _cached() -> int:
     return int(lines["Cached"].split()[0]) * 1024
 
 
-def on_made(made: Made, scratch: Path, device: str, runs: int) -> dict[str, Any]:
+def on_made(made: SyntheticCheckpoint, scratch: Path, device: str, runs: int) -> dict[str, Any]:
     """Measures a checkpoint that is made for it and removed."""
     with tempfile.TemporaryDirectory(dir=scratch, prefix="growth-") as name:
         write_checkpoint(Path(name), made)
@@ -173,7 +175,7 @@ def sharing(sizes: Sizes, checkpoint: Path, scratch: Path, device: str, budget: 
         load = dataclasses.replace(LoadConfig.from_environment(os.environ), device=kind, load_method="scratch", kernels="torch")
         found = []
         for _ in range(sizes.runs):
-            prepare(request_for(directory, device, 1), WARM)
+            prepare_cache(request_for(directory, device, 1), WARM)
             found.append(launch(str(directory), places, load))
         seconds = sorted(max(rank["seconds"] for rank in ranks) for ranks in found)
         row = {
@@ -342,7 +344,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 if runs and budget.allows(f"{state} loads"):
                     asked = dataclasses.replace(request_for(checkpoint, device, runs, names=names), states=(state,))
                     try:
-                        document["bench"].append(bench(asked, say, lambda: budget.allows("further turns")))
+                        document["bench"].append(run_bench(asked, say, lambda: budget.allows("further turns")))
                     except BenchError as error:  # a page cache that cannot be emptied; the rest can be measured
                         say(f"left out, {state} loads: {error}")
         if "start" in parts and budget.allows("start"):
@@ -350,8 +352,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if "ranks" in parts:
             document["ranks"] = sharing(sizes, checkpoint, scratch, device, budget)
             if budget.allows("rows against columns"):
-                prepare(request_for(checkpoint, device, 1), WARM)
-                document["shards"] = shards(str(checkpoint), 2, device.partition(":")[0], sizes.runs)
+                prepare_cache(request_for(checkpoint, device, 1), WARM)
+                document["shards"] = compare_shards(str(checkpoint), 2, device.partition(":")[0], sizes.runs)
         if "threads" in parts:
             document["growth"]["threads"] = against_threads(sizes, checkpoint, device, budget)
         if "bytes" in parts:
@@ -377,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     found = [one for one in document["growth"].values() if one["points"]]
     if options.plot and found:
-        draw(options.plot, found)
+        draw_growth(options.plot, found)
     if options.json:
         print(json.dumps(document, indent=2))
     else:

@@ -28,7 +28,7 @@ from typing import Any
 from rtp_llm.bench.cache import warm
 from rtp_llm.bench.faults import BenchError
 from rtp_llm.bench.ranks import run_commands
-from rtp_llm.bench.synthetic import Made, llama, qwen3_moe, write_checkpoint
+from rtp_llm.bench.synthetic import SyntheticCheckpoint, llama, qwen3_moe, write_checkpoint
 
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight")
 
@@ -59,7 +59,7 @@ ROWS = (
 )
 
 
-def stacked(made: Made) -> Made:
+def stacked(made: SyntheticCheckpoint) -> SyntheticCheckpoint:
     """The same model with the experts of a layer in two tensors: ``gate_up_proj [E, 2I, H]`` and ``down_proj [E, H, I]``."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in made.shapes.items():
@@ -70,10 +70,10 @@ def stacked(made: Made) -> Made:
             shapes[f"{expert[1]}.gate_up_proj"] = (made.config["num_experts"], 2 * shape[0], shape[1])
         elif expert[2] == "down":
             shapes[f"{expert[1]}.down_proj"] = (made.config["num_experts"], *shape)
-    return Made(made.config, shapes)
+    return SyntheticCheckpoint(made.config, shapes)
 
 
-def checkpoints(gb: float) -> dict[str, Made]:
+def checkpoints(gb: float) -> dict[str, SyntheticCheckpoint]:
     experts = qwen3_moe(gb)
     return {"llama": llama(gb), "experts": experts, "stacks": stacked(experts)}
 

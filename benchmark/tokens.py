@@ -67,13 +67,13 @@ def by_transformers(directory: str, prompts: list[list[int]], new: int, dtype: s
 def by_us(directory: str, prompts: list[list[int]], new: int, dtype: str, device: str, backend: str) -> list[list[int]]:
     """The same by one of our back ends, with CUDA graphs on a GPU."""
     from rtp_llm import LoadConfig, load_model
-    from rtp_llm.runtime.generation import Generation, Request, cache_size
+    from rtp_llm.runtime.generation import Generation, GenerationRequest, cache_size
     from rtp_llm.runtime.graphs import decoding
 
     model: Any = load_model(directory, load=LoadConfig(device=device, dtype=dtype, kernels=backend, progress=False)).model
     found = []
     for prompt in prompts:
-        requests = [Request(tuple(prompt), new)]
+        requests = [GenerationRequest(tuple(prompt), new)]
         cache = model.cache_of(cache_size(requests, 1))
         way = decoding(model, cache, graphs=device == "cuda")
         if device == "cuda" and not way.sizes:

@@ -13,6 +13,10 @@ import pytest
 
 from rtp_llm.version import __version__
 from tests.support.paths import ROOT, child_env
+from tests.support.source import Function, is_command, modules
+
+#: Parameters, self apart, beyond which a function takes a dataclass instead.
+MOST_PARAMETERS = 6
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -96,3 +100,22 @@ def test_every_requirement_is_pinned_within_its_range() -> None:
         versions = [version for name, version in pins if name == wanted.name]
         assert versions, f"{wanted.name} has no pin: make pins"
         assert all(version in wanted.specifier for version in versions), f"{wanted} against {versions}: make pins"
+
+
+def test_no_function_takes_more_than_six_parameters() -> None:
+    """At most six parameters, unless the docstring gives the reason in a sentence with the words "more than six"."""
+    found = [
+        f"{module}:{node.lineno} {node.name}"
+        for module, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, Function) and len(parameters(node)) > MOST_PARAMETERS and not is_command(node)
+        if "more than six" not in (ast.get_docstring(node) or "")
+    ]
+    assert found == []
+
+
+def parameters(function: Function) -> list[str]:
+    """Names of the parameters, without ``self`` and ``cls``."""
+    arguments = function.args
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return [name for place, name in enumerate(names) if place or name not in ("self", "cls")]

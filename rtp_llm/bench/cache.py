@@ -10,11 +10,11 @@ from pathlib import Path
 
 from rtp_llm.transport.pagecache import cached_bytes
 
-#: Bytes of one read that fills the cache: large enough that the system call does not show.
+#: Bytes of one read that fills the cache: large enough that system calls take no time.
 _BLOCK = 16 << 20
 #: Files read at once; more do not make a disk faster, and the first pass waits for the disk.
 _THREADS = 4
-#: What may be left of the files after eviction: the kernel keeps single pages that something else holds.
+#: The part of the files that may stay cached after eviction: the kernel keeps pages in use elsewhere.
 _LEFT = 0.01
 #: Below this part of the files a warm run is not warm: the memory is too small for them.
 WARM_ENOUGH = 0.99
@@ -24,8 +24,8 @@ _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """What became of the cached pages of some files: ``how`` they were dropped, ``left`` bytes that still are cached, and
-    where that is too much to call the files cold, the ``reason``."""
+    """The result of an eviction: ``how`` pages were dropped, the bytes ``left`` in the cache, and the ``reason`` if the files are
+    not cold."""
 
     how: str
     left: int
@@ -39,7 +39,7 @@ def resident(files: Sequence[Path]) -> int | None:
 
 
 def warm(files: Sequence[Path]) -> None:
-    """Reads every file once, so that what memory holds of them is in the page cache."""
+    """Reads every file once, so that the page cache has what fits."""
     with ThreadPoolExecutor(_THREADS, "rtp_llm-warm") as pool:
         list(pool.map(_read, files))
 
@@ -52,14 +52,14 @@ def _read(file: Path) -> None:
 
 
 def evict(files: Sequence[Path], *, drop_caches: bool = False) -> Eviction:
-    """Takes ``files`` out of the page cache and asks mincore(2) whether they are.
+    """Removes ``files`` from the page cache and checks with mincore(2).
 
-    ``POSIX_FADV_DONTNEED`` drops the pages of these files alone.  Where that is not enough and ``drop_caches`` allows it,
-    the page cache of the whole machine is dropped, which takes root.
+    ``POSIX_FADV_DONTNEED`` drops the pages of these files alone.  If that is not enough and ``drop_caches`` is set, the page
+    cache of the whole machine is dropped, which takes root.
     """
     for file in files:
         with file.open("rb") as stream:
-            # Pages that are not on the disk yet cannot be dropped.
+            # Dirty pages cannot be dropped.
             os.fsync(stream.fileno())
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     how, left = "posix_fadvise(DONTNEED)", resident(files)

@@ -1,14 +1,13 @@
-"""One number for all weights, bit exact, computed where the weights are.
+"""A bit-exact checksum of all weights, computed on their device.
 
-What is compared is what a plan delivers: for each of its places the content that belongs there, as the parameter's bits in
-row-major order.  A model loaded by a plan holds it in its parameters, fused and sliced as they are; another loader's tensors
-have the checkpoint's names and shapes, and the plan's own ops say which part of them belongs to the place.
+It covers what a plan delivers: the content of each place, as the parameter's bits in row-major order.  A model loaded by a
+plan has it in its parameters, fused and sliced.  Another loader's tensors have the checkpoint's names and shapes; the plan's
+ops select the part of each place.
 
-The scheme is a polynomial without carries to lose: the bits, padded with zeros to words of 8 bytes, are multiplied by fixed
-odd numbers, one for the word's column and one for its row in a table :data:`COLUMNS` wide, and summed modulo 2**64.  Odd
-numbers have inverses modulo 2**64, so a change within one word, a flipped bit for one, always changes the sum; words that
-change places or several changes that happen to cancel escape with a probability near 2**-60.  Places are multiplied by an
-odd number drawn from their name and summed, so their order does not matter.
+The bits, padded with zeros to words of 8 bytes, form a table :data:`COLUMNS` wide.  Each word is multiplied by fixed odd
+numbers of its column and its row, and the products are summed modulo 2**64.  Odd numbers have inverses modulo 2**64, so a
+change within one word always changes the sum.  Several changes cancel with a probability near 2**-60.  Sums of places are
+multiplied by an odd number derived from their name and added, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ _ROWS_AT_ONCE = 4096
 
 _MODULUS = 2**64
 
-#: Content of a place, or None where the loader has none that could be compared.
+#: The content of a place; None if the loader has none to compare.
 Contents = Callable[[Delivery, Target], "torch.Tensor | None"]
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """``total`` over all places that were there; ``by_tensor`` the same for each checkpoint tensor; ``places`` how many were
-    there, and ``wanted`` how many the plan has."""
+    """``total``: the sum over all places found; ``by_tensor``: the same for each checkpoint tensor; ``places``: how many were found;
+    ``wanted``: how many the plan has."""
 
     total: int
     by_tensor: dict[str, int]
@@ -52,7 +51,7 @@ class Sums:
 
 
 def checksum(plan: LoadPlan, contents: Contents) -> Sums:
-    """Sums over every place of ``plan`` for which ``contents`` has something."""
+    """The sums over every place of ``plan`` that has ``contents``."""
     summers: dict[torch.device, BitsSum] = {}
     keys: list[tuple[str, int]] = []
     sums: list[torch.Tensor] = []
@@ -74,9 +73,9 @@ def checksum(plan: LoadPlan, contents: Contents) -> Sums:
 
 
 def of_model(model: nn.Module, plan: LoadPlan) -> Contents:
-    """What a model that this package has loaded by ``plan`` holds.
+    """The contents of a model loaded by ``plan``.
 
-    Parameters that are made of their content while loading (quantised inline) hold nothing that could be compared.
+    Parameters that were quantised during the load have none to compare.
     """
     memory = {name: parameter.data for name, parameter in model.named_parameters()}
 
@@ -89,7 +88,7 @@ def of_model(model: nn.Module, plan: LoadPlan) -> Contents:
 
 
 def of_tensors(get: Callable[[str], torch.Tensor | None], plan: LoadPlan) -> Contents:
-    """What the tensors of a checkpoint, by name and in the shapes of its files, hold of each place."""
+    """The contents of a checkpoint's tensors, by name and in the shapes of its files."""
     dtypes = {p.name: getattr(torch, p.dtype) for p in plan.model.params}
 
     def content(delivery: Delivery, target: Target) -> torch.Tensor | None:

@@ -1,8 +1,8 @@
-"""Who is measured: this package's transports, and other loaders as their own documentation says to use them.
+"""The loaders that are measured: this package's transports, and others, used as their documentation says.
 
-A contender is a row of :data:`CONTENDERS`: a function that loads a checkpoint's weights to a device, and what it takes for
-that.  Other packages are no dependencies; one that is not installed is listed as absent.  Functions import what they use
-themselves, before the clock runs (``modules``), and return tensors that stay valid.
+A contender is a row of :data:`CONTENDERS`: a function that loads a checkpoint's weights to a device, and what it needs.  Other
+packages are no dependencies; one that is not installed is listed as absent.  ``modules`` are imported before the clock runs.
+The tensors that a function returns stay valid.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rtp_llm.plan.plan import LoadPlan
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be loaded, where to, and with which settings of ours."""
+    """What to load, to which device, and with which settings of ours."""
 
     catalog: Catalog
     architecture: str
@@ -53,9 +53,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a contender has loaded: ``held`` keeps it alive, ``contents(plan)`` finds it for a checksum.
+    """The result of a load: ``held`` keeps the tensors alive, ``contents(plan)`` gives them to the checksum.
 
-    ``plan`` is ours if the contender had one.  ``threads`` is how many it was told to read with; None where it was not told.
+    ``plan`` is the contender's, if it has one.  ``threads``: the number of reader threads that was set; None if none was.
     """
 
     held: Any
@@ -72,8 +72,8 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One row.  ``package`` is the distribution it needs, ``modules`` what is imported before the clock runs, ``environ`` what
-    it is told by variables, ``devices`` the kinds it loads to."""
+    """One row.  ``package``: the distribution it needs; ``modules``: imported before the clock runs; ``environ``: its environment
+    variables; ``devices``: the kinds it loads to."""
 
     name: str
     what: str
@@ -97,7 +97,7 @@ class Contender:
             return None
 
     def absent(self, device_type: str, formats: frozenset[str]) -> str | None:
-        """Why it cannot be measured, as far as that can be told without importing it; None if it can."""
+        """Why it cannot be measured, without importing it; None if it can."""
         missing = [name for name in self.modules if importlib.util.find_spec(name.partition(".")[0]) is None]
         if self.version is None or missing:
             return f"{self.package} is not installed"
@@ -109,7 +109,7 @@ class Contender:
 
 
 def _ours(job: Job, method: str) -> Outcome:
-    # Bytes are measured, not a compiler, nor the import of what nothing will call.
+    # Only loading is measured, not compiling or importing kernels.
     load = replace(job.load, load_method=method, device=str(job.device), kernels="torch", progress=False)
     loaded = load_model(job.catalog.directory, parallel=job.parallel, load=load, progress=job.recorder)
     report = loaded.report
@@ -134,9 +134,9 @@ def _fastsafetensors_transport(job: Job) -> Outcome:
 
 
 def _by_name(job: Job, tensors: dict[str, torch.Tensor], threads: int | None = None) -> Outcome:
-    """The outcome of a loader that gives tensors by the checkpoint's names.
+    """The outcome of a loader that returns tensors by the checkpoint's names.
 
-    On the CPU a tensor that only maps its file is copied: until then nothing has been read.
+    On the CPU a tensor that only maps its file is copied, since mapping alone reads nothing.
     """
     if job.cpu:
         mapped = _mapped_ranges(job.files)
@@ -159,7 +159,7 @@ def _mapped_ranges(files: list[str]) -> list[tuple[int, int]]:
 
 
 def _allocated(job: Job) -> dict[str, torch.Tensor]:
-    """Memory on the device for every tensor of the checkpoint, as a loader's user has it in a model's parameters."""
+    """Memory on the device for every tensor of the checkpoint, like a model's parameters."""
     return {
         t.name: torch.empty(t.shape, dtype=getattr(torch, DTYPES[t.dtype].torch_name or "uint8"), device=job.device)
         for t in job.catalog.tensors
@@ -232,7 +232,7 @@ def _runai(job: Job) -> Outcome:
 
     tensors = {}
     with SafetensorsStreamer() as streamer:
-        # Before they were owned by the caller, tensors were views of a buffer that the next one overwrites.
+        # In older versions tensors are views of a buffer that the next one overwrites.
         owned = "owned" in signature(streamer.stream_files).parameters
         streamer.stream_files(job.files, device=str(job.device))
         for name, tensor in streamer.get_tensors():
@@ -266,7 +266,7 @@ def _transformers(job: Job) -> Outcome:
     if cls is None:
         raise Unavailable(f"transformers {transformers.__version__} has no {job.architecture}")
     options: dict[str, Any] = {"dtype": "auto", "local_files_only": True}
-    # With a device map each tensor goes to the device by itself, which is how it is meant to be used; it takes accelerate.
+    # A device map, which needs accelerate, is the documented way: each tensor goes to the device by itself.
     mapped = not job.cpu and importlib.util.find_spec("accelerate") is not None
     model = cls.from_pretrained(job.catalog.directory, **options, **({"device_map": {"": str(job.device)}} if mapped else {}))
     return _by_name(job, dict(model.to(job.device).state_dict()))
@@ -311,10 +311,10 @@ CONTENDERS = (
 
 BY_NAME: Mapping[str, Contender] = MappingProxyType({c.name: c for c in CONTENDERS})
 
-#: Variables by which other loaders are tuned; a contender gets its own row's and no others.
+#: Variables that tune other loaders; a contender gets only those of its row.
 SCRUBBED = ("FASTSAFETENSORS_", "INSTANTTENSOR_", "RUNAI_STREAMER_")
 
 
 def plan_of(job: Job, outcome: Outcome) -> LoadPlan:
-    """The plan by which an outcome is compared; the contender's own if it had one."""
+    """The plan to compare an outcome by; the contender's own if it has one."""
     return outcome.plan or build_plan(job.catalog.directory, job.parallel, replace(job.load, device=job.device.type))

@@ -18,6 +18,6 @@ class BenchFault(Enum):
 
 
 class BenchError(RtpLlmError):
-    """It cannot be measured what was asked for."""
+    """What was asked for cannot be measured."""
 
     step = "bench"

@@ -1,4 +1,4 @@
-"""How the time of a load grows: exponents, and a picture."""
+"""How the time of a load grows: exponents, and a plot."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def steepest(xs: Sequence[float], ys: Sequence[float]) -> float | None:
 
 
 def growth(label: str, points: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, Any]:
-    """The points, ``(x, measured)``, with the slopes of their ``seconds``, of their ``processor_seconds``, which other work on the machine
-    changes less, and of their ``phases["transport"]`` against ``label``."""
+    """The points ``(x, measured)`` and their slopes against ``label``: of ``seconds``, of ``phases["transport"]``, and of
+    ``processor_seconds``, which depends less on other work on the machine."""
     xs = [x for x, _ in points]
     seconds, moving = [p["seconds"] for _, p in points], [p["phases"]["transport"] for _, p in points]
     return {
@@ -38,10 +38,10 @@ def growth(label: str, points: Sequence[tuple[float, Mapping[str, Any]]]) -> dic
     }
 
 
-def draw(file: Path, found: Sequence[Mapping[str, Any]]) -> None:
-    """Seconds against each of what :func:`growth` gave, side by side on logarithmic axes, with a linear slope to compare.
+def draw_growth(file: Path, found: Sequence[Mapping[str, Any]]) -> None:
+    """Plots the seconds of each result of :func:`growth`, on logarithmic axes, with a linear slope to compare.
 
-    Takes matplotlib; the file's suffix says which kind of picture.
+    Needs matplotlib; the file's suffix is the format.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What the machine can do, measured in the same run: no loader can be faster than these without reading less.
+"""The limits of the machine, measured in the same run: a loader can only be faster by reading less.
 
 ``python -m rtp_llm.bench.limits warm|cold CKPT --device cuda:0`` prints one JSON line: for each limit its ``gb_per_s``
 (10**9 bytes a second), the ``threads`` that reached it, and what it is.  A limit that cannot be measured has a ``reason``.
@@ -23,11 +23,11 @@ import torch
 
 #: One read.  Larger ones do not get faster, and each thread keeps a buffer of this size.
 _BLOCK = 32 << 20
-#: Bytes read for one limit: beyond this the average does not move, and a checkpoint of a terabyte would take its time.
+#: Bytes read for one limit: more do not change the average, and a terabyte would take long.
 _MOST = 8 << 30
 #: Bytes copied at once to a device: a large copy, so that its launch does not show.
 _COPY = 1 << 30
-#: O_DIRECT asks for offsets, lengths and addresses in whole sectors; no file system in use asks for more than a page.
+#: O_DIRECT needs offsets, lengths and addresses in whole sectors; a page is enough for every file system in use.
 _SECTOR = 4096
 #: Repetitions of a limit that takes no disk.
 _RUNS = 3
@@ -45,7 +45,7 @@ class Limit:
 
 
 def warm_limits(files: Sequence[Path], device: torch.device) -> list[Limit]:
-    """With ``files`` in the page cache: on a GPU the copy from pinned memory and cached reads into it; on the CPU cached reads
+    """Limits with ``files`` in the page cache.  GPU: the copy from pinned memory, and cached reads into it.  CPU: cached reads
     into fresh and into touched memory, and a copy in memory."""
     if device.type == "cuda":
         copy = Limit("pinned_copy", "copy from pinned memory to the device", _pinned_copy(device), 1)
@@ -74,7 +74,7 @@ def _thread_counts() -> list[int]:
 
 
 def _best(name: str, what: str, counts: Sequence[int], measure: Callable[[int], float]) -> Limit:
-    # Medians, as for the loads that are held against it: the best of several would be luck that one load cannot have.
+    # Medians, as for the loads: the best of several would be a matter of luck.
     speeds = {count: statistics.median(measure(count) for _ in range(_RUNS)) for count in counts}
     threads = max(speeds, key=lambda count: speeds[count])
     return Limit(name, what, speeds[threads], threads)
@@ -111,7 +111,7 @@ def _reused(files: Sequence[Path], threads: int, *, pinned: bool) -> float:
 
 
 def _fresh(files: Sequence[Path], threads: int) -> float:
-    """Cached reads into memory as an allocator gives it for weights, each byte of it touched for the first time."""
+    """Cached reads into fresh memory, as an allocator gives it for weights: each page is touched for the first time."""
     memory = torch.empty(sum(n for *_, n in _blocks(files)), dtype=torch.uint8).numpy().data
     return _read_all(files, threads, os.O_RDONLY, lambda _, start, length: memory[start : start + length])
 

@@ -1,4 +1,4 @@
-"""Runs contenders in turn, A B C A B C, each in a fresh process, and makes one document of what they say."""
+"""Runs contenders in turn, A B C A B C, each in a fresh process, and collects the results in one document."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ from typing import Any
 from rtp_llm.bench.cache import Eviction, evict, resident, warm
 from rtp_llm.bench.contenders import BY_NAME, SCRUBBED, Contender
 from rtp_llm.bench.faults import BenchError, BenchFault
-from rtp_llm.bench.request import COLD, WARM, Request
+from rtp_llm.bench.request import COLD, WARM, BenchRequest
 from rtp_llm.bench.summary import Entry, document
 from rtp_llm.errors import Problem
 
 #: A run that is slower than this many bytes a second hangs; the slowest network storage in use is faster.
 _SLOWEST = 5e6
-#: Seconds that a run may take beside its bytes: Python, imports of CUDA libraries from a cold disk, checksums.
+#: Seconds that a run may take besides reading: Python, imports of CUDA libraries from a cold disk, checksums.
 _BESIDE = 600.0
-#: A launcher's variables: a worker is one process, whatever started the bench.
+#: A launcher's variables, which are removed: a worker is a single process.
 _LAUNCH = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
-#: Characters of the last line of a failed worker's stderr that make its reason.
+#: Characters of the last line of a failed worker's stderr that are its reason.
 _REASON = 300
 
 
-def bench(request: Request, tell: Callable[[str], None] = lambda line: None, more: Callable[[], bool] = lambda: True) -> dict[str, Any]:
+def run_bench(
+    request: BenchRequest, tell: Callable[[str], None] = lambda line: None, more: Callable[[], bool] = lambda: True
+) -> dict[str, Any]:
     """Measures, and returns the document that ``rtp-llm bench --json`` prints.
 
-    ``tell`` gets a line after every run; ``more`` is asked before every turn but the first whether there is time for it.
+    ``tell`` gets a line after every run; ``more``, called before every turn but the first, says whether there is time for it.
     ``problems`` in the document lists contenders that failed and values that differ.
 
     Raises:
-        BenchError: the page cache was to be emptied, and nothing else, and it cannot be.
+        BenchError: only cold runs were asked for, and the page cache cannot be emptied.
     """
     entries = [Entry(c, c.absent(request.device_type, _formats(request))) for c in (BY_NAME[name] for name in request.contenders)]
     states, cold = _possible(request)
@@ -49,10 +51,10 @@ def bench(request: Request, tell: Callable[[str], None] = lambda line: None, mor
             for state in states:
                 label = f"run {turn + 1} of {request.runs}, {state}"
                 if request.limits:
-                    prepare(request, state)
+                    prepare_cache(request, state)
                     for limit in _limits(request, state):
                         limits.setdefault(limit["name"], []).append(limit)
-                # Each turn begins with another one, so that nobody always follows the same neighbour.
+                # Each turn begins with another contender, so that none always follows the same one.
                 first = turn % max(1, len(entries))
                 for entry in (*entries[first:], *entries[:first]):
                     if not entry.out:
@@ -60,11 +62,11 @@ def bench(request: Request, tell: Callable[[str], None] = lambda line: None, mor
     return document(request, entries, limits, states, cold, busy)
 
 
-def _formats(request: Request) -> frozenset[str]:
+def _formats(request: BenchRequest) -> frozenset[str]:
     return frozenset(f.format for f in request.catalog.files)
 
 
-def _possible(request: Request) -> tuple[tuple[str, ...], Eviction | None]:
+def _possible(request: BenchRequest) -> tuple[tuple[str, ...], Eviction | None]:
     if COLD not in request.states:
         return request.states, None
     eviction = evict(request.files, drop_caches=request.drop_caches)
@@ -83,8 +85,8 @@ def _possible(request: Request) -> tuple[tuple[str, ...], Eviction | None]:
     return (WARM,), eviction
 
 
-def prepare(request: Request, state: str) -> float | None:
-    """Brings the page cache into ``state``; returns the part of the files that is in it, None where the kernel does not tell."""
+def prepare_cache(request: BenchRequest, state: str) -> float | None:
+    """Brings the page cache into ``state``; returns the cached part of the files, None if the kernel does not tell."""
     if state == WARM:
         warm(request.files)
     else:
@@ -93,9 +95,9 @@ def prepare(request: Request, state: str) -> float | None:
     return None if found is None else found / max(1, sum(f.stat().st_size for f in request.files))
 
 
-def _one(request: Request, state: str, entry: Entry, scratch: Path) -> str:
-    """One run of one contender, noted in ``entry``; returns what came of it in a few words."""
-    cached = prepare(request, state)
+def _one(request: BenchRequest, state: str, entry: Entry, scratch: Path) -> str:
+    """Runs a contender once and adds the result to ``entry``; returns a summary."""
+    cached = prepare_cache(request, state)
     sums = scratch / f"{entry.contender.name}.json"
     done = spawn(request, entry.contender, ["--sums", str(sums)])
     if isinstance(done, str):
@@ -110,13 +112,13 @@ def _one(request: Request, state: str, entry: Entry, scratch: Path) -> str:
     return f"{done['seconds']:.3f} s, {done['bytes'] / 1e9 / done['seconds']:.2f} GB/s"
 
 
-def record(request: Request, name: str, state: str) -> dict[str, Any]:
+def record(request: BenchRequest, name: str, state: str) -> dict[str, Any]:
     """Bytes over time of one more run of one contender, beside the measured ones; see :func:`events_json`.
 
     Raises:
         BenchError: the run failed.
     """
-    prepare(request, state)
+    prepare_cache(request, state)
     with tempfile.TemporaryDirectory(prefix="rtp-llm-bench-") as scratch:
         events = Path(scratch, "events.json")
         done = spawn(request, BY_NAME[name], ["--events", str(events)])
@@ -127,8 +129,8 @@ def record(request: Request, name: str, state: str) -> dict[str, Any]:
         return found
 
 
-def spawn(request: Request, contender: Contender, extra: Sequence[str] = ()) -> dict[str, Any] | str:
-    """One run of a contender in a process of its own: its line of JSON, or why there is none."""
+def spawn(request: BenchRequest, contender: Contender, extra: Sequence[str] = ()) -> dict[str, Any] | str:
+    """Runs a contender once, in a new process: its line of JSON, or why there is none."""
     settings = {
         "load": dataclasses.asdict(request.load) | {"device": request.device},
         "parallel": dataclasses.asdict(request.parallel),
@@ -139,14 +141,14 @@ def spawn(request: Request, contender: Contender, extra: Sequence[str] = ()) -> 
 
 
 def environment(contender: Contender) -> dict[str, str]:
-    """A worker's environment: this process's, without other loaders' settings and launchers' ranks, with the contender's own."""
+    """A worker's environment: this process's without other loaders' settings and launchers' ranks, and the contender's own."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(SCRUBBED) and name not in _LAUNCH}
-    # The same packages as here, whatever put them on this process's path; and no model hub is asked for anything.
+    # The same packages as here, and no access to the model hub.
     path = os.pathsep.join(filter(None, sys.path))
     return {**kept, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", **dict(contender.environ)}
 
 
-def _limits(request: Request, state: str) -> list[dict[str, Any]]:
+def _limits(request: BenchRequest, state: str) -> list[dict[str, Any]]:
     command = ["-m", "rtp_llm.bench.limits", state, request.catalog.directory, "--device", request.device]
     found = _python(command, request.catalog.total_bytes, environment(BY_NAME["rtp-llm"]))
     if isinstance(found, str):
@@ -155,7 +157,7 @@ def _limits(request: Request, state: str) -> list[dict[str, Any]]:
 
 
 def _python(command: Sequence[str], nbytes: int, environ: Mapping[str, str]) -> Any:
-    """The JSON that a Python process prints, or a text with the reason why it prints none."""
+    """The JSON that a Python process prints, or the reason why it prints none."""
     timeout = _BESIDE + nbytes / _SLOWEST
     try:
         done = subprocess.run(

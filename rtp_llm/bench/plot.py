@@ -1,4 +1,4 @@
-"""Pictures: bytes over time of our transport, and everybody's speed against the limits.  Needs matplotlib, which only this needs."""
+"""Plots: bytes over time of our transport, and the speed of all contenders against the limits.  Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rtp_llm.errors import Problem
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: Stages in the order in which bytes go through them, and what they are called in the picture.
+#: Stages in the order of a byte, and their labels.
 _STAGES = {"storage": "from the disk", "read": "read calls returned", "copied": "copied to the device", "placed": "in place"}
-#: The suffixes that matplotlib can write without anything else.
+#: Formats that matplotlib writes without other packages.
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def check_plot(file: Path) -> None:
-    """Refuses a picture that cannot be drawn, before anything is measured.
+    """Refuses a plot that cannot be drawn, before anything is measured.
 
     Raises:
-        BenchError: matplotlib is not installed, or the name is not one of a picture in a directory that is there.
+        BenchError: matplotlib is not installed, the suffix is not a format, or the directory does not exist.
     """
     problems = []
     if importlib.util.find_spec("matplotlib") is None:
@@ -41,8 +41,8 @@ def check_plot(file: Path) -> None:
         raise BenchError(problems)
 
 
-def draw(file: Path, document: Mapping[str, Any], events: Mapping[str, Mapping[str, Any]]) -> None:
-    """Writes the picture of a document of :func:`rtp_llm.bench.measure.bench`; ``events`` by state of the page cache."""
+def draw_bench(file: Path, document: Mapping[str, Any], events: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes the plot of a document of :func:`rtp_llm.bench.measure.run_bench`; ``events`` by state of the page cache."""
     from matplotlib.figure import Figure
 
     states = document["cache"]["states"]
@@ -64,7 +64,7 @@ def _over_time(axes: Axes, state: str, events: Mapping[str, Any], reached: Mappi
     total = events["total"] / 1e9
     for stage, label in _STAGES.items():
         curve = events["curves"].get(stage)
-        # Nothing comes from the disk when everything is cached.
+        # No curve for the disk if everything is cached.
         if curve and curve[-1][1]:
             axes.plot([t for t, _ in curve], [n / 1e9 for _, n in curve], label=label, drawstyle="steps-post")
     if reached is not None:

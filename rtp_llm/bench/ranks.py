@@ -1,8 +1,8 @@
-"""One load by several ranks at once, which may share a device: ``python -m rtp_llm.bench.ranks CKPT --settings JSON`` is one of
-them, started with a launcher's variables; it prints one JSON line.
+"""Loads with several ranks at once, which may share a device.
 
-As for one process (:mod:`rtp_llm.bench.worker`) Python, imports and the device's context are outside of the clock, and so is the
-first meeting of the ranks; all begin together.
+``python -m rtp_llm.bench.ranks CKPT --settings JSON`` is one rank, started with a launcher's variables; it prints one JSON line.
+As in :mod:`rtp_llm.bench.worker`, the clock leaves out Python, imports and the device's context; also the ranks' first
+exchange, after which all begin together.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from rtp_llm.config import LoadConfig, ParallelConfig
 from rtp_llm.errors import Problem
 from rtp_llm.loader import load_model
 from rtp_llm.loader.device import resolve_device
-from rtp_llm.models.registry import resolve
+from rtp_llm.models.registry import find_family
 from rtp_llm.parallel.world import join_world
 
-#: Longest time of one launch: imports of several processes on few cores, and 16 GB at a tenth of the usual speed.
+#: Seconds for one launch: imports of several processes on few cores, and 16 GB at a tenth of the usual speed.
 _TIMEOUT_S = 240.0
 
 
 def launch(directory: str, places: Sequence[ParallelConfig], load: LoadConfig) -> list[dict[str, Any]]:
-    """What each rank of one launch on this host says of its load, in the order of ``places``.
+    """The report of each rank of one launch on this host, in the order of ``places``.
 
     Raises:
         BenchError: as :func:`run_commands`.
@@ -50,22 +50,23 @@ def launch(directory: str, places: Sequence[ParallelConfig], load: LoadConfig) -
 
 
 def run_commands(commands: Sequence[Sequence[str]], environ: Mapping[str, str], timeout_s: float = _TIMEOUT_S) -> list[Any]:
-    """Runs ``python *command`` for each command, all at once, as the ranks of one launch on this host (one command alone is no
-    rank); returns the JSON in the last line of each one's stdout, in rank order.
+    """Runs ``python *command`` for all commands at once, as the ranks of one launch on this host.
+
+    A single command runs without a launcher's variables.  Returns the JSON in the last line of each stdout, in rank order.
 
     Raises:
-        BenchError: a rank that fails, or does not come to an end within ``timeout_s`` seconds.
+        BenchError: a rank that fails, or does not end within ``timeout_s`` seconds.
     """
     size = len(commands)
     with socket.socket() as probe, ExitStack() as stack:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
-        # Files, not pipes: a rank that says much would wait for this process, and the others for it.
-        spoken = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in commands]
+        # Files, not pipes: a rank with much output would wait for this process, and the others for it.
+        outputs = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in commands]
         started = [
             subprocess.Popen([sys.executable, *command], env={**environ, **_place(rank, size, port)}, stdout=out, stderr=errors)
-            for rank, (command, (out, errors)) in enumerate(zip(commands, spoken, strict=True))
+            for rank, (command, (out, errors)) in enumerate(zip(commands, outputs, strict=True))
         ]
         deadline = time.monotonic() + timeout_s
         try:
@@ -77,7 +78,7 @@ def run_commands(commands: Sequence[Sequence[str]], environ: Mapping[str, str], 
             for process in started:
                 process.kill()
                 process.wait()
-        texts = [[_text(file) for file in files] for files in spoken]
+        texts = [[_text(file) for file in files] for files in outputs]
     wrong = [
         f"rank {rank}: {(errors or [f'exit code {process.returncode}'])[-1]}"
         for rank, (process, (_, errors)) in enumerate(zip(started, texts, strict=True))
@@ -105,10 +106,10 @@ def _failed(reason: str) -> BenchError:
     return BenchError(Problem(BenchFault.RUN_FAILED, "ranks that load together failed", expected="a run of each", actual=reason))
 
 
-def run(directory: str, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """One rank's load, with everything that is not loading done before."""
+def load_rank(directory: str, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """One rank's load; the clock starts after imports and the first exchange."""
     load, parallel = LoadConfig(**settings["load"]), ParallelConfig(**settings["parallel"])
-    resolve(read_config(directory)["architectures"]).load()
+    find_family(read_config(directory)["architectures"]).load()
     device = resolve_device(load.device, int(os.environ["LOCAL_RANK"]))
     world = join_world(os.environ, device.type, load.timeout_s)
     if device.type == "cuda":
@@ -136,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("checkpoint", help="a checkpoint directory")
     parser.add_argument("--settings", required=True, help='JSON {"load": {...}, "parallel": {...}}')
     options = parser.parse_args(argv)
-    print(json.dumps(run(options.checkpoint, json.loads(options.settings))))
+    print(json.dumps(load_rank(options.checkpoint, json.loads(options.settings))))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return 0

@@ -1,4 +1,4 @@
-"""Bytes over time: what a load reports while it runs, and what the kernel counts for it."""
+"""Bytes over time, as reported by a load and as counted by the kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-#: Seconds between two looks at the kernel's counters: a picture of a second has 200 points, and looking costs 50 us.
+#: Seconds between two samples of the kernel's counters: 200 points a second, at 50 us each.
 _EVERY = 0.005
 
 _IO = Path("/proc/self/io")
@@ -18,15 +18,15 @@ _COUNTERS = (("read", re.compile(r"^rchar: (\d+)$", re.MULTILINE)), ("storage", 
 
 
 class Recorder:
-    """A load's progress display that shows nothing and keeps ``(seconds, bytes)`` of every report, from several threads.
+    """A progress display that shows nothing and keeps ``(seconds, bytes)`` of every report, from any thread.
 
-    Besides the calls that every display gets, a transport may tell of a stage of its own with :meth:`mark`, if it finds
-    this method: ``copied`` when bytes have left the host, for one.
+    A transport may also report its own stages with :meth:`mark`, if the display has it: ``copied`` when bytes have left the
+    host.
     """
 
     def __init__(self) -> None:
         self._zero = time.perf_counter()
-        # Appending is atomic; a lock would be one that the threads being measured meet at.
+        # Appending is atomic; a lock would slow the measured threads down.
         self._events: dict[str, list[tuple[float, int]]] = {"placed": []}
         self.total = 0
         self.started: float | None = None
@@ -68,8 +68,9 @@ def _sums(events: list[tuple[float, int]]) -> list[tuple[float, int]]:
 
 
 class KernelCounters:
-    """Samples, while its context runs, the kernel's counters of this process's reads into ``curves``, on the clock of a
-    recorder; nothing where the kernel keeps none."""
+    """Samples the kernel's counters of this process's reads into ``curves``, on a recorder's clock, while its context runs.
+
+    ``curves`` stay empty if the kernel has no counters."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._stop = recorder, threading.Event()

@@ -13,9 +13,9 @@ WARM, COLD = "warm", "cold"
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What to measure.  ``device`` is ``cpu`` or ``cuda:N``; ``states`` of the page cache in the order in which they are
-    measured; ``drop_caches`` allows to drop the page cache of the whole machine."""
+class BenchRequest:
+    """What to measure.  ``device``: ``cpu`` or ``cuda:N``; ``states``: of the page cache, in order; ``drop_caches``: may drop the page
+    cache of the whole machine."""
 
     catalog: Catalog
     device: str

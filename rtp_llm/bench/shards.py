@@ -1,10 +1,12 @@
 """Row-parallel matrices against column-parallel ones: ``python -m rtp_llm.bench.shards CKPT --tp 2 --device cuda``.
 
-All tensor-parallel ranks at once, a process each, which take the device of their number or share the only one, bring their parts of
-each kind alone, in turns, by the own reader: on the CPU into fresh memory, as in a load; to a GPU as often as it takes to move the bytes of
-the checkpoint, so that locking buffers and starting threads do not count.  Of a column-parallel matrix a rank's part lies in one piece in
-the file; of a row-parallel one it is a part of each row.  One JSON line: by kind the bytes that all ranks keep, those that they read, and
-for each turn the bytes kept a second, until the slowest rank is done.  Files are to be in the page cache.
+All tensor-parallel ranks read at once, a process each, on the device of their number or on the only one.  They read the parts
+of one kind at a time, in turns, by the scratch transport.  On the CPU memory is fresh, as in a load.  To a GPU the parts are
+read until the checkpoint's bytes are reached, so that start-up does not count.  A rank's part of a column-parallel matrix is
+contiguous in the file; of a row-parallel one it is a part of each row.
+
+One JSON line: by kind the bytes that all ranks keep, the bytes that they read, and for each turn the bytes kept a second, until
+the slowest rank is done.  Files should be in the page cache.
 """
 
 from __future__ import annotations
@@ -38,19 +40,19 @@ KINDS = ("column", "row")
 
 
 class _Sink(Placement):
-    """Nothing is made of what comes here, so nobody ever waits in it."""
+    """A sink without derived tensors, so no thread waits in it."""
 
     def stop(self) -> None: ...
 
 
-def kind_of(part: Delivery) -> str | None:
+def split_kind(part: Delivery) -> str | None:
     """``row`` or ``column``; None for a tensor that every rank reads whole."""
     if part.nbytes == part.tensor.nbytes:
         return None
     return "row" if extent_of(part).runs.steps else "column"
 
 
-def measured(checkpoint: str, tp_size: int, device: str, turns: int) -> dict[str, dict[str, Any]]:
+def compare_shards(checkpoint: str, tp_size: int, device: str, turns: int) -> dict[str, dict[str, Any]]:
     """What :mod:`rtp_llm.bench.shards` prints.
 
     Raises:
@@ -68,13 +70,13 @@ def measured(checkpoint: str, tp_size: int, device: str, turns: int) -> dict[str
 
 
 def one_rank(checkpoint: str, parallel: ParallelConfig, device: torch.device, turns: int) -> dict[str, dict[str, Any]]:
-    """By kind a rank's ``bytes``, ``bytes_read`` and ``seconds`` of each turn; a first one, which warms up, is left out."""
+    """A rank's ``bytes``, ``bytes_read`` and ``seconds`` of each turn, by kind; a first turn only warms up."""
     load = LoadConfig.from_environment(os.environ)
     context = planning_context(checkpoint, parallel, load, device)
     prepared = prepare(context)
     of_kind = {}
     for kind in KINDS:
-        parts = tuple(part for part in prepared.plan.deliveries if kind_of(part) == kind)
+        parts = tuple(part for part in prepared.plan.deliveries if split_kind(part) == kind)
         times = -(-prepared.catalog.total_bytes // max(1, sum(part.nbytes for part in parts)))
         of_kind[kind] = replace(prepared.plan, deliveries=parts * (1 if device.type == "cpu" else times))
     found: dict[str, dict[str, Any]] = {kind: {"seconds": []} for kind in KINDS}
@@ -106,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.tp < 2:
         parser.error("--tp: of one rank nothing is divided")
     if options.rank is None:
-        print(json.dumps(measured(options.checkpoint, options.tp, options.device, options.turns)))
+        print(json.dumps(compare_shards(options.checkpoint, options.tp, options.device, options.turns)))
         return 0
     device = resolve_device(options.device, options.rank)
     if device.type == "cuda":

@@ -1,7 +1,7 @@
-"""What a load does before its first byte, step by step, in a fresh process: ``python -m rtp_llm.bench.start CKPT --device cuda:0``.
+"""The steps of a load before its first byte, in a fresh process: ``python -m rtp_llm.bench.start CKPT --device cuda:0``.
 
-One JSON line: seconds of ``plan``; of ``team``, the reader threads with their buffers, alone and not beside the plan as in a load; and of
-``allocate``, the parameters.  Imports and the device's context are outside of them.
+One JSON line with seconds: of ``plan``; of ``team``, the reader threads with their buffers, here not in parallel with the plan;
+and of ``allocate``, the parameters.  Imports and the device's context are not counted.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from rtp_llm.loader.context import planning_context
 from rtp_llm.loader.device import resolve_device
 from rtp_llm.loader.fill.placement import allocate
 from rtp_llm.loader.prepare import prepare
-from rtp_llm.models.registry import resolve
+from rtp_llm.models.registry import find_family
 from rtp_llm.transport.interface import TransferStats
 
 
-def run(checkpoint: str, device: torch.device, load: LoadConfig) -> dict[str, float]:
-    """Seconds of each step; nothing is read but headers."""
+def time_steps(checkpoint: str, device: torch.device, load: LoadConfig) -> dict[str, float]:
+    """Seconds of each step; reads headers only."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
         torch.cuda.synchronize(device)
-    resolve(read_config(checkpoint)["architectures"]).load()
+    find_family(read_config(checkpoint)["architectures"]).load()
     found: dict[str, float] = {}
     start = time.perf_counter()
     context = planning_context(checkpoint, None, load, device)
     prepared = prepare(context)
     found["plan"] = time.perf_counter() - start
     start = time.perf_counter()
-    with reader_pool(context) as pool:
-        if pool is not None:
-            pool.work(lambda staging: TransferStats(0, 0, 0, 0))
+    with reader_pool(context) as team:
+        if team is not None:
+            team.work(lambda staging: TransferStats(0, 0, 0, 0))
     found["team"] = time.perf_counter() - start
     start = time.perf_counter()
     allocate(prepared.model, prepared.plan, device)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="cpu or cuda:N")
     options = parser.parse_args(argv)
     load = LoadConfig.from_environment(os.environ)
-    print(json.dumps(run(options.checkpoint, resolve_device(options.device, 0), load)))
+    print(json.dumps(time_steps(options.checkpoint, resolve_device(options.device, 0), load)))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What was measured, as one document: medians, ranges, ratios to the limits, and what is wrong with it."""
+"""The results as one document: medians, ranges, ratios to the limits, and problems."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rtp_llm.bench.cache import WARM_ENOUGH, Eviction
 from rtp_llm.bench.checksum import differing
 from rtp_llm.bench.contenders import Contender
 from rtp_llm.bench.faults import BenchFault
-from rtp_llm.bench.request import COLD, WARM, Request
+from rtp_llm.bench.request import COLD, WARM, BenchRequest
 from rtp_llm.errors import Problem
 from rtp_llm.transport.pagecache import file_system
 
@@ -37,12 +37,12 @@ class Entry:
 
     @property
     def out(self) -> bool:
-        """Not measured any more: absent, or it has failed once."""
+        """Whether it is no longer measured: it is absent, or failed once."""
         return self.absent is not None or bool(self.failures)
 
 
 def document(
-    request: Request,
+    request: BenchRequest,
     entries: list[Entry],
     limits: dict[str, list[dict[str, Any]]],
     states: tuple[str, ...],
@@ -84,7 +84,7 @@ def document(
 
 
 def machine(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Where it was measured, for the table's head."""
+    """The machine, for the table's head."""
     cpu = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     device = next((r["device_name"] for r in runs), "unknown")
     return {
@@ -110,7 +110,7 @@ def _limit(found: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-#: Which limits bound a load, by state of the cache and kind of device: the smallest of them is what can be reached.
+#: The limits of a load, by state of the cache and kind of device; the smallest is what a load can reach.
 _BOUNDS = {
     (WARM, "cuda"): ("pinned_copy", "cached_read"),
     (WARM, "cpu"): ("fresh_read",),
@@ -120,7 +120,7 @@ _BOUNDS = {
 
 
 def reachable(limits: Mapping[str, Mapping[str, Any]], state: str, device_type: str) -> dict[str, Any] | None:
-    """The limit, ``{"name", "gb_per_s", "runs"}``, that a load cannot pass; None where it was not measured."""
+    """The limit of a load, ``{"name", "gb_per_s", "runs"}``; None if it was not measured."""
     names = [name for name in _BOUNDS[state, device_type] if name in limits and limits[name]["gb_per_s"] > 0]
     if len(names) < len(_BOUNDS[state, device_type]):
         return None
@@ -165,8 +165,7 @@ def _result(found: list[dict[str, Any]], limit: dict[str, Any] | None) -> dict[s
 
 
 def _ratio(found: list[dict[str, Any]], limits: list[float]) -> float | None:
-    """The median over turns of speed against the limit of the same turn: a machine that other work slows down for a while slows
-    both."""
+    """The median over turns of speed divided by the limit of the same turn, since other work on the machine slows both."""
     if len(found) != len(limits) or not all(limits):
         return None
     ratios: list[float] = [r["bytes"] / 1e9 / r["seconds"] / limit for r, limit in zip(found, limits, strict=True)]

@@ -1,12 +1,14 @@
 """One load by one contender in one process: ``python -m rtp_llm.bench.worker NAME CKPT``; one JSON line on stdout.
 
 The clock runs from the call of the contender's function until the last byte is on the device.  Python's start, imports and
-the device's context are outside of it, and reported beside it.  The line has ``seconds`` of the load, ``processor_seconds`` of all
-threads in it, ``startup_seconds`` (ours: until the transport is asked for bytes) and ``first_bytes_seconds`` (until the first of them
-are in place), ``import_seconds``, ``device_seconds``, ``bytes``, ``checksum`` over ``places`` of the ``wanted`` ones,
-``peak_host_bytes`` (the kernel's high-water mark of resident memory less what was resident before; pages of mapped files count),
-``pinned_bytes``, ``peak_device_bytes`` (by torch's allocator, less what was there before), ``device_bytes_taken`` (by the driver,
-after the load), ``threads`` and what the contender adds; or ``unavailable`` with the reason.
+the device's context are not counted, and reported separately.  The line has ``unavailable`` with the reason, or these fields:
+
+- ``seconds`` of the load, and ``processor_seconds`` of all its threads;
+- ``startup_seconds``: until our transport is asked for bytes; ``first_bytes_seconds``: until the first are in place;
+- ``import_seconds``, ``device_seconds``, ``bytes``, ``threads``, and what the contender adds;
+- ``checksum`` over ``places`` of the ``wanted`` ones;
+- ``peak_host_bytes``: the most resident memory, less what was resident before; pages of mapped files count;
+- ``pinned_bytes``; ``peak_device_bytes`` by torch's allocator, likewise; ``device_bytes_taken`` by the driver, after the load.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from rtp_llm.config import LoadConfig, ParallelConfig
 from rtp_llm.errors import RtpLlmError
 from rtp_llm.loader.budget.memory import PeakMeter
 from rtp_llm.loader.device import resolve_device
-from rtp_llm.models.registry import resolve
+from rtp_llm.models.registry import find_family
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     with _quiet_stdout() as answer:
         try:
-            line = run(BY_NAME[options.name], options.checkpoint, json.loads(options.settings), options.sums, options.events)
+            line = run_contender(BY_NAME[options.name], options.checkpoint, json.loads(options.settings), options.sums, options.events)
         except Unavailable as reason:
             line = {"name": options.name, "unavailable": str(reason)}
         except RtpLlmError as error:
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _quiet_stdout() -> Iterator[Any]:
-    """The real stdout, while what libraries print there goes to stderr."""
+    """Yields the real stdout, and sends what libraries print there to stderr."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
@@ -69,14 +71,14 @@ def _quiet_stdout() -> Iterator[Any]:
             os.dup2(answer.fileno(), 1)
 
 
-def run(
+def run_contender(
     contender: Contender,
     checkpoint: str,
     settings: Mapping[str, Mapping[str, Any]],
     sums_file: Path | None = None,
     events_file: Path | None = None,
 ) -> dict[str, Any]:
-    """Loads once, and returns what the module says.
+    """Loads once, and returns the fields of the line.
 
     Raises:
         Unavailable: the contender cannot do this here.
@@ -146,11 +148,11 @@ def _import(contender: Contender, architectures: Sequence[str]) -> None:
     for module in contender.modules:
         importlib.import_module(module)
     if contender.ours:
-        resolve(architectures).load()
+        find_family(architectures).load()
 
 
 def _wake(device: torch.device) -> None:
-    """Makes the device's context, which takes a second whoever loads."""
+    """Creates the device's context, which takes a second for every loader."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
@@ -165,7 +167,7 @@ def _driver_bytes(device: torch.device) -> int | None:
 
 
 def _pinned_bytes() -> int | None:
-    """The most that torch's allocator has pinned on the host; None where this torch does not tell."""
+    """The most bytes that torch's allocator pinned on the host; None if this torch does not tell."""
     stats: Mapping[str, Any] = getattr(torch.cuda, "host_memory_stats", dict)()
     found = stats.get("allocated_bytes.peak")
     return None if found is None else int(found)

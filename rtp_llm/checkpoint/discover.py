@@ -1,8 +1,7 @@
 """Which files of a directory are the checkpoint.
 
-An index decides; without one a single ``model.safetensors``; without that a complete set of shards.  safetensors
-goes before ``.bin``.  What is left over is reported and never read: matching files by substring is how weights get
-read twice.
+In this order: the files of an index, a single ``model.safetensors``, a complete set of shards; safetensors before ``.bin``.
+Other files are reported and never read, since matching by substring would read weights twice.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _FORMATS = (
 #: ``model-00001-of-00030.safetensors``: stem, number, count.
 _SHARD = re.compile(r"(?P<stem>.+?)[-_.](?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.[a-z]+", re.ASCII)
 
-#: What transformers' Trainer, Accelerate and DeepSpeed leave beside weights; none of it is weights.
+#: Files that transformers' Trainer, Accelerate and DeepSpeed write beside weights; none are weights.
 _TRAINING = re.compile(
     r"(optimizer|scheduler|scaler|sampler|training_args|trainer_state|rng_state|random_states|zero_pp_rank|mp_rank|custom_checkpoint)\w*\."
 )
@@ -69,7 +68,7 @@ class Selection:
 
 
 def list_directory(directory: Path) -> list[str]:
-    """Names in ``directory``, sorted; CheckpointError where it is no directory that can be listed."""
+    """Names in ``directory``, sorted; CheckpointError if it cannot be listed."""
     try:
         return sorted(os.listdir(directory))
     except NotADirectoryError as error:
@@ -132,7 +131,7 @@ def _by_names(fmt: _Format, own: list[str]) -> Selection:
     if fmt.single in single:
         return Selection(fmt.name, files=(fmt.single,))
     if len(single) > 1 and fmt.name == "torch":
-        # Pickles of several objects in one directory are as often checkpoints of a training run as one model.
+        # Several pickles in one directory are as often checkpoints of a training run as one model.
         raise CheckpointError(_ambiguous("several torch files, and no index", fmt.index, single))
     note = finding(
         CheckpointFault.NO_INDEX,
@@ -144,8 +143,8 @@ def _by_names(fmt: _Format, own: list[str]) -> Selection:
 
 
 def _absent(found: dict[int, str], count: int) -> tuple[Problem, ...]:
-    """What the numbers of a set of shards say about its absent members."""
-    # A name may claim a million shards; a thousand missing ones say enough.
+    """The problem of shards that are absent, by the numbers in the names of others."""
+    # A name may claim a million shards; a thousand missing ones are enough.
     missing = [n for n in range(1, min(count, len(found) + 1000) + 1) if n not in found]
     if not missing and count == len(found):
         return ()
@@ -163,7 +162,7 @@ def _absent(found: dict[int, str], count: int) -> tuple[Problem, ...]:
 
 
 def _with_strays(chosen: Selection, fmt: _Format, names: list[str]) -> Selection:
-    """Notes on weights that the selection leaves out; those an index may still name are judged by the catalogue."""
+    """Adds notes on weights outside of the selection; the catalogue checks those that an index may name."""
     notes = list(chosen.notes)
     taken = frozenset(chosen.files)
     every_suffix = tuple(s for f in _FORMATS for s in f.suffixes)

@@ -1,6 +1,6 @@
-"""Typed reading of small JSON objects that came with a checkpoint: untrusted, and told of as a whole.
+"""Typed reading of small, untrusted JSON objects of a checkpoint; all problems are reported at once.
 
-``config.json`` of every family and every quantisation's declaration are read by :class:`FieldReader`.
+A :class:`FieldReader` reads every family's ``config.json`` and every declaration of quantisation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final, TypeGuard
 
 from rtp_llm.errors import Problem, RtpLlmError
 
-#: The file that problems name where no other is said.
+#: The default file in problems.
 CONFIG_FILE: Final = "config.json"
 
 #: The largest size of one dimension: some 50 times any published model's, and small enough that the bytes of a matrix of
@@ -31,9 +31,9 @@ MAX_SHOWN: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class FieldFaults:
-    """What kind of object is read: what its faults are called, and the error that carries them.
+    """The faults and the error of one kind of object.
 
-    ``lenient``: its writers put ``null``, or something empty, for what is absent, and words in any case.
+    ``lenient``: ``null`` and empty values count as absent, and words may be in any case.
     """
 
     bad: Enum
@@ -45,10 +45,9 @@ class FieldFaults:
 class FieldReader:
     """Typed access to the fields of one JSON object.
 
-    A bad field is noted, once, and its default returned, so that reading goes on; :meth:`finish` then refuses them all at
-    once.  Checks of fields against each other ask :meth:`sound` first, so that one mistake is one problem.  A field that is
-    absent takes its default.  One that is ``null`` does so in a lenient reader, and where ``null`` is a value that the
-    reference allows (the ``optional_`` methods).
+    A bad field is noted once and its default returned; :meth:`finish` raises all problems.  Checks across fields ask
+    :meth:`sound` first, so that one mistake is one problem.  An absent field takes its default.  ``null`` does so too in a
+    lenient reader, and in the ``optional_`` methods.
     """
 
     def __init__(
@@ -61,18 +60,18 @@ class FieldReader:
         self._faults = faults
 
     def beside(self, raw: Mapping[str, Any], path: str) -> FieldReader:
-        """A reader of another object under ``path``, whose problems are this one's."""
+        """A reader of another object under ``path``, which shares the list of problems."""
         return FieldReader(raw, self._faults, file=self.file, path=path, problems=self.problems)
 
     def finish(self) -> None:
         """Raises:
-        RtpLlmError: of the kind that the object has, with all problems found, if any.
+        RtpLlmError: the object's error, with all problems found, if any.
         """
         if self.problems:
             raise self._faults.error(self.problems)
 
     def fail(self, name: str, expected: str, *, fault: Enum | None = None, actual: object = None, fix: str | None = None) -> None:
-        """Notes a problem with the field ``name``, the first one; ``actual`` is its value unless another is given."""
+        """Notes a problem with the field ``name`` if it has none yet; ``actual`` is its value by default."""
         if not self.sound(name):
             return
         if actual is None:
@@ -81,7 +80,7 @@ class FieldReader:
         self.problems.append(Problem(fault or self._faults.bad, what, file=self.file, expected=expected, actual=str(actual), fix=fix))
 
     def unsupported(self, name: str, expected: str, fix: str | None = None) -> None:
-        """Notes a field that asks for what is not there."""
+        """Notes a field that asks for an unsupported feature."""
         self.fail(name, expected, fault=self._faults.unsupported, fix=fix)
 
     def _value(self, name: str, default: object) -> Any:
@@ -89,7 +88,7 @@ class FieldReader:
         return default if value is None and self._faults.lenient else value
 
     def first(self, *names: str) -> str:
-        """The first of ``names`` that is there and not null, else the first: formats have had several names for one field."""
+        """The first of ``names`` that is present and not null, else the first name: formats rename fields."""
         return next((name for name in names if self.raw.get(name) is not None), names[0])
 
     def absent(self, name: str, why: str) -> None:
@@ -192,7 +191,7 @@ class FieldReader:
 
 
 def _shown(value: object) -> str:
-    """A JSON value as a message shows it: containers by their size, since a deep one cannot be printed."""
+    """A JSON value for a message: containers by their size, since a deep one cannot be printed."""
     if isinstance(value, Mapping):
         return f"an object of {len(value)}"
     if _is_list(value):
@@ -206,7 +205,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    # An int too large for a float is no number either.
+    # An int too large for a float does not count.
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < 2**63
     return isinstance(value, float) and math.isfinite(value)

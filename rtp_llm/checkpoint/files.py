@@ -1,4 +1,4 @@
-"""Opening files that nobody vouches for: regular files only, no blocking, bounded JSON, names fit for a terminal."""
+"""Opens untrusted files: regular files only, no blocking, JSON of bounded size, names escaped for a terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LFS_PREFIX = b"version https://git-lfs"
 
 
 def shown(text: str) -> str:
-    """``text`` with control characters, bidirectional marks and lone surrogates escaped, and not too long."""
+    """``text`` with control characters, bidirectional marks and lone surrogates escaped, and cut to a limit."""
     cut = text if len(text) <= SHOWN_LIMIT else text[:SHOWN_LIMIT] + "..."
     if cut.isprintable():
         return cut
@@ -50,13 +50,16 @@ def finding(
     actual: str | None = None,
     fix: str | None = None,
 ) -> Problem:
-    """A Problem whose names, which come from the checkpoint, are fit for a terminal.  ``actual`` is the caller's to escape."""
+    """A Problem whose names, which come from the checkpoint, are escaped for a terminal.  The caller escapes ``actual``.
+
+    It takes more than six parameters because they are the fields of a :class:`Problem`.
+    """
     where = None if file is None else shown(file)
     return Problem(fault, what, file=where, tensor=None if tensor is None else shown(tensor), expected=expected, actual=actual, fix=fix)
 
 
-def kind_of(mode: int) -> str:
-    """What an ``st_mode`` stands for, in words."""
+def file_kind(mode: int) -> str:
+    """The kind of file of an ``st_mode``, in words."""
     tests = (
         (stat.S_ISREG, "a file"),
         (stat.S_ISDIR, "a directory"),
@@ -69,7 +72,7 @@ def kind_of(mode: int) -> str:
 
 
 def os_problem(error: OSError, path: Path, file: str) -> Problem:
-    """The problem that an OSError on ``path`` stands for."""
+    """The problem for an OSError on ``path``."""
     if error.errno in (errno.ENOENT, errno.ELOOP) and path.is_symlink():
         target = shown(os.readlink(path))
         return finding(
@@ -87,18 +90,20 @@ def os_problem(error: OSError, path: Path, file: str) -> Problem:
 def open_regular(path: Path, file: str) -> Iterator[tuple[int, int]]:
     """A descriptor of the regular file at ``path`` and its size in bytes; ``file`` is its name in messages.
 
-    Links are followed: the Hugging Face cache is made of them.  Raises CheckpointError for anything that is not a
-    regular file, without opening it: opening a pipe would wait for a writer, opening a device may act on it.
+    Follows links, which the Hugging Face cache uses.  Raises CheckpointError for other kinds of files without opening them:
+    opening a pipe would wait for a writer, and opening a device may act on it.
     """
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISREG(mode):
-            # O_NONBLOCK, should the file be swapped for a pipe in between.
+            # O_NONBLOCK: the file may have been replaced by a pipe since.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise CheckpointError(os_problem(error, path, file)) from error
     if not stat.S_ISREG(mode):
-        raise CheckpointError(finding(CheckpointFault.NOT_A_FILE, "not a file", file=file, expected="a regular file", actual=kind_of(mode)))
+        raise CheckpointError(
+            finding(CheckpointFault.NOT_A_FILE, "not a file", file=file, expected="a regular file", actual=file_kind(mode))
+        )
     try:
         yield fd, os.fstat(fd).st_size
     finally:
@@ -106,7 +111,7 @@ def open_regular(path: Path, file: str) -> Iterator[tuple[int, int]]:
 
 
 def read_exactly(fd: int, count: int, offset: int) -> bytes:
-    """``count`` bytes at ``offset``, fewer only where the file ends; OSError as the operating system gives it."""
+    """``count`` bytes at ``offset``, fewer only at the end of the file.  Raises the operating system's OSError."""
     data = os.pread(fd, count, offset)
     if len(data) == count:
         return data
@@ -120,9 +125,9 @@ def read_exactly(fd: int, count: int, offset: int) -> bytes:
 def read_json(path: Path, file: str, max_bytes: int) -> dict[str, Any]:
     """The JSON object in a small file.
 
-    Raises CheckpointError when the file is absent, not regular, larger than ``max_bytes``, not UTF-8, larger than
-    :data:`MAX_WIDE_BYTES` and not ASCII, not JSON, not an object, nested beyond reason, or holds a key twice or a number
-    that JSON does not have (NaN, Infinity).
+    Raises CheckpointError when the file is absent, not regular, or too large: than ``max_bytes``, or than
+    :data:`MAX_WIDE_BYTES` if not ASCII.  Also when it is not UTF-8, not JSON, not an object, or nested too deeply; when it
+    has a key twice; and for NaN and Infinity, which JSON does not have.
     """
     with open_regular(path, file) as (fd, size):
         if size > max_bytes:

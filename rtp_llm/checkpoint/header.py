@@ -1,11 +1,11 @@
 """Headers of safetensors files, checked in one pass and without torch.
 
 The format: 8 bytes of little-endian header length, that many bytes of JSON, then the tensors' bytes with no gap and
-no tail.  Checks follow ``Metadata::validate`` of safetensors' ``tensor.rs``, and refuse two things that it lets
-pass: a name that stands twice, and a field that nobody knows (it could change what the bytes mean).
+no tail.  Checks follow ``Metadata::validate`` of safetensors' ``tensor.rs``, and refuse two things that it allows: a
+name that occurs twice, and an unknown field (it could change the meaning of the bytes).
 
-The JSON is walked entry by entry rather than parsed as one value: a hostile header of 100 MB would otherwise become
-gigabytes of empty lists, or a recursion error.
+The JSON is parsed entry by entry rather than as one value: a hostile header of 100 MB would otherwise take
+gigabytes of empty lists, or raise a recursion error.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ MAX_NAME = 1024
 #: there stay under 2 MB.
 MAX_METADATA = 4_000_000
 
-#: Characters of a name that are looked at: far more than it may have, so that the message can say how long it is.
+#: Characters of a name that are read: far more than allowed, so that the message can say its length.
 _MOST_OF_A_NAME = 2_000_000
 
 #: Sizes and positions must fit the signed 64-bit integers of file offsets and of torch.
 MAX_INT = 2**63
 
-#: A file with more findings than this is not looked at further: its messages would fill memory and help nobody.
+#: A file with more findings is not read further: more messages would only fill memory.
 MAX_PROBLEMS = 1000
 
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -61,8 +61,8 @@ _PAIRS = json.JSONDecoder(object_pairs_hook=tuple)
 _SPACES = frozenset(" \t\n\r")
 _space = re.compile(r"[ \t\n\r]*").match
 
-#: A tensor's whole entry as safetensors writes it, which is every entry of most files: one step instead of a dozen.  What does
-#: not match is read, and judged, piece by piece.
+#: A tensor's whole entry as safetensors writes it, so that most entries take one match.  Other entries are parsed piece by
+#: piece.
 _INT = r"(?:0|[1-9][0-9]{0,18})"
 _usual_entry = re.compile(
     rf'"(?!__metadata__")([^"\\\x00-\x1f]{{1,{MAX_NAME}}})":'
@@ -72,10 +72,10 @@ _usual_entry = re.compile(
 
 @dataclass(slots=True)
 class Header:
-    """What one file says: its tensors in order of their bytes, and everything that is wrong with it.
+    """The header of one file: its tensors in order of their bytes, and all problems.
 
-    ``info`` is None where the file could not be read at all.  ``complete`` is False where parsing had to stop, so
-    that a tensor's absence from ``tensors`` means nothing.
+    ``info`` is None if the file could not be read.  ``complete`` is False if parsing had to stop, so tensors may be missing
+    from ``tensors``.
     """
 
     info: FileInfo | None = None
@@ -166,7 +166,7 @@ def _header_text(fd: int, size: int, file: str) -> _Text:
 
 
 class _Cursor:
-    """A position in the header's text, and the few things that JSON's outer levels are made of."""
+    """A position in the header's text, and a parser of JSON's outer levels."""
 
     __slots__ = ("file", "position", "text")
 
@@ -191,7 +191,7 @@ class _Cursor:
         return text[position : position + 1]
 
     def string(self, what: str, most: int) -> str:
-        """The string that stands next, which the file spells in at most ``most`` characters."""
+        """The next string, which takes at most ``most`` characters in the file."""
         if self.peek() != '"':
             self.take('"')
         text, start = self.text, self.position
@@ -200,7 +200,7 @@ class _Cursor:
             if stop > 0 and text[stop - 1] != "\\":
                 value, self.position = _STRINGS.raw_decode(text, start)
             else:
-                # Only a piece of bounded length: escapes can make a string four times as large in memory as in the file.
+                # A piece of bounded length: escapes can make a string four times as large in memory as in the file.
                 value, end = _STRINGS.raw_decode(text[start : self._string_end(most)])
                 self.position += end
         except ValueError as error:
@@ -215,7 +215,7 @@ class _Cursor:
         return value
 
     def _string_end(self, most: int) -> int:
-        """The position behind the closing quote of the string that stands next, or behind ``most`` characters of it."""
+        """The position after the closing quote of the next string, or after ``most`` of its characters."""
         text, end, limit = self.text, self.position, self.position + most + 2
         while (end := text.find('"', end + 1, limit)) > 0:
             slashes = end
@@ -226,7 +226,7 @@ class _Cursor:
         return limit
 
     def flat_object(self, name: str) -> tuple[tuple[str, Any], ...]:
-        """The pairs of the object that stands next, which holds no other object and is short."""
+        """The pairs of the next object, which is short and holds no other object."""
         opening = self.peek()
         stop = self.text.find("}", self.position, self.position + MAX_ENTRY) + 1
         if opening != "{" or not stop:
@@ -250,7 +250,7 @@ def _parse(text: str, base: int, file: str, header: Header) -> tuple[tuple[str, 
     wide = 0
     cursor = _Cursor(text, file)
     try:
-        # Every honest entry has one: this spares the walk that would find the excess.
+        # Every valid entry has one: a quick check before the entries are parsed.
         if (count := text.count('"data_offsets"')) > MAX_TENSORS:
             raise _stop(CheckpointFault.TOO_MANY_TENSORS, "too many tensors", file, expected=f"at most {MAX_TENSORS}", actual=f"{count}")
         cursor.take("{")
@@ -272,7 +272,7 @@ def _parse(text: str, base: int, file: str, header: Header) -> tuple[tuple[str, 
                 raise _stop(CheckpointFault.HEADER_TOO_LARGE, what, file, name, f"at most {MAX_WIDE_BYTES} characters in all", "more")
             if usual is not None:
                 sizes = tuple(map(int, shape.split(","))) if shape else ()
-                _add(header, _tensor(name, dtype, sizes, int(start), int(stop), base, file), file)
+                _add(header, _tensor(name, dtype, sizes, (int(start), int(stop)), base, file), file)
             elif name == "__metadata__":
                 metadata = _metadata(cursor)
             else:
@@ -345,12 +345,12 @@ def _entry(name: str, pairs: tuple[tuple[str, Any], ...], base: int, file: str) 
         return finding(CheckpointFault.BAD_SHAPE, "not a shape", file, name, f"at most {MAX_RANK} whole numbers from 0", shown(str(shape)))
     if not _is_sizes(offsets) or len(offsets) != 2:
         return _offsets_problem(file, name, str(offsets))
+    return _tensor(name, dtype, tuple(shape), (offsets[0], offsets[1]), base, file)
+
+
+def _tensor(name: str, dtype: str, shape: tuple[int, ...], offsets: tuple[int, int], base: int, file: str) -> TensorInfo | Problem:
+    """The tensor of ``dtype`` and ``shape`` (none negative) at bytes ``offsets`` of the data, or what is wrong with it."""
     start, stop = offsets
-    return _tensor(name, dtype, tuple(shape), start, stop, base, file)
-
-
-def _tensor(name: str, dtype: str, shape: tuple[int, ...], start: int, stop: int, base: int, file: str) -> TensorInfo | Problem:
-    """The tensor of ``dtype`` and ``shape`` (none negative) at bytes ``[start, stop)`` of the data, or what is wrong with it."""
     if problem := name_problem(name, file):
         return problem
     known = DTYPES.get(dtype)
@@ -359,7 +359,7 @@ def _tensor(name: str, dtype: str, shape: tuple[int, ...], start: int, stop: int
     if start > stop:
         return _offsets_problem(file, name, str([start, stop]))
     bits = prod(shape) * known.bits
-    # A zero in the shape must not hide sizes that no tensor library can multiply.
+    # A zero in the shape must not hide an overflow of the other sizes.
     most = bits or prod(size for size in shape if size) * known.bits
     if most >= MAX_INT or stop + base >= MAX_INT:
         return finding(
@@ -395,7 +395,7 @@ def name_problem(name: str, file: str) -> Problem | None:
 
 
 def _is_sizes(value: object) -> bool:
-    # bool is an int, and true is no size.
+    # bool is a subclass of int, but true is no size.
     return type(value) is list and all(type(n) is int and n >= 0 for n in value)
 
 

@@ -1,7 +1,6 @@
 """Hugging Face's ``*.index.json``: which tensors a checkpoint has, and in which file each lies.
 
-``weight_map`` is an allow-list for each tensor: what it does not name is not part of the checkpoint, even where it
-lies in a file that the map names for other tensors.
+``weight_map`` is an allow-list of tensors: others are not part of the checkpoint, even in a file that it names.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ MAX_FILE_NAME = 255
 def read_index(path: Path, file: str) -> dict[str, str]:
     """``weight_map`` of an index: tensor name -> file name, each a plain name inside the checkpoint's directory.
 
-    Raises CheckpointError with everything that is wrong with it.
+    Raises CheckpointError with all problems.
     """
     data = read_json(path, file, MAX_INDEX_BYTES)
     weight_map = data.get("weight_map")

@@ -22,9 +22,8 @@ MAX_ALL_TENSORS = 500_000
 def read_catalog(directory: str | Path) -> Catalog:
     """What the checkpoint in ``directory`` holds.
 
-    Never raises for bad content: everything that is wrong is in ``Catalog.problems``, and
-    ``Catalog.raise_for_problems()`` makes an error of it.  Reads headers and the index only; torch is imported only
-    where the weights are torch files.
+    Never raises for bad content: problems are in ``Catalog.problems``, and ``Catalog.raise_for_problems()`` raises them.
+    Reads headers and the index only; torch is imported only for torch files.
     """
     root = Path(directory)
     try:
@@ -52,20 +51,20 @@ class _Builder:
         self._notes = list(chosen.notes)
 
     def add_files(self) -> None:
-        """All tensors of all chosen files; a name may stand in one file only."""
+        """Adds all tensors of all selected files; a name may be in one file only."""
         self._read(self._chosen.files)
         owners: dict[str, str] = {}
         for file, header in self._headers.items():
             for tensor in header.tensors:
                 owner = owners.setdefault(tensor.name, file)
-                # Twice in one file is the header's own finding.
+                # A name twice in one file is a finding of the header.
                 if owner == file:
                     self._tensors.append(tensor)
                 elif not self._enough():
                     self._problems.append(_duplicate(tensor, owner))
 
     def add_indexed(self, weight_map: dict[str, str], names: list[str]) -> None:
-        """Exactly the tensors that ``weight_map`` names, each from the file that it names."""
+        """Adds exactly the tensors in ``weight_map``, each from the file that it names."""
         wanted: dict[str, list[str]] = {}
         for name, file in weight_map.items():
             wanted.setdefault(file, []).append(name)
@@ -84,7 +83,7 @@ class _Builder:
         self._tensors += [held[name] for name in named if name in held]
         absent = sorted(name for name in named if name not in held)
         if header.complete and absent:
-            # Where it lies now tells a stale index from a lost shard.
+            # Finding it in another file tells a stale index from a lost shard.
             if self._places is None:
                 self._places = {t.name: other for other, h in self._headers.items() for t in h.tensors if t.name in weight_map}
             if not self._enough():
@@ -95,7 +94,7 @@ class _Builder:
             self._notes.append(_outside(file, extra, weight_map))
 
     def _enough(self) -> bool:
-        """Whether there are so many problems that more of them would fill memory and help nobody."""
+        """Whether there are enough problems: more would only fill memory."""
         return len(self._problems) >= MAX_PROBLEMS
 
     def _more(self, absent: int, kind: str, file: str | None) -> None:

@@ -1,10 +1,10 @@
-"""Catalogue of torch files (``.bin``, ``.pt``, ``.pth``): where each tensor's bytes lie, and nothing executed.
+"""Catalogue of torch files (``.bin``, ``.pt``, ``.pth``): where each tensor's bytes are; no code of the file is executed.
 
 ``torch.save`` writes an uncompressed zip archive: ``<name>/data.pkl`` describes the tensors, ``<name>/data/<key>``
 holds one storage each (torch/serialization.py, ``_save``).  ``torch.load(weights_only=True)`` interprets the pickle
-on the meta device, so no data is read; it leaves each storage's position in the file on the storage.  That position
-is trusted only where the archive's own directory has a record there that is long enough.  Then a tensor of a torch
-file is a byte range like any other, and is read as safetensors' are.
+on the meta device, so no data is read, and notes each storage's position in the file.  A position counts only if the
+archive's directory has a record there that is long enough.  A tensor is then a byte range, and is read as those of
+safetensors are.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from rtp_llm.errors import CheckpointError, Problem
 if TYPE_CHECKING:
     import torch
 
-#: torch's restricted unpickler is written in Python, takes about 1.5 microseconds for an operation, and can be made to
-#: build an object with each.  A tensor takes about 32 operations and 130 bytes: this is 7,800 tensors in one file,
-#: where shards hold hundreds, and half a second.
+#: torch's restricted unpickler is written in Python.  An operation takes about 1.5 microseconds, and may build an object.  A
+#: tensor takes about 32 operations and 130 bytes: this is 7,800 tensors in one file, where shards hold hundreds, and half a
+#: second.
 MAX_OPERATIONS = 250_000
 MAX_PICKLE_BYTES = 2_000_000
 
@@ -58,7 +58,7 @@ _PICKLE_ERRORS = (
     struct.error,
 )
 
-#: Top-level modules of which torch's weights_only unpickler allows anything.
+#: Top-level modules of names that torch's weights_only unpickler allows.
 _MODULES = frozenset(("torch", "collections", "builtins", "__builtin__", "_codecs", "numpy"))
 _PROTOCOLS = frozenset((b"\2", b"\3", b"\4", b"\5"))
 _ZIP_START = b"PK\x03\x04"
@@ -136,7 +136,7 @@ def _storages(fd: int, size: int, file: str) -> dict[int, int]:
 
 
 def _check_directory_size(fd: int, size: int, file: str) -> None:
-    """The archive's directory must end the file and be of a size that is safe to read."""
+    """Checks that the archive's directory is at the end of the file, and not too large to read."""
     tail = read_exactly(fd, _LOCATOR.size + _END.size, max(0, size - _LOCATOR.size - _END.size))
     signature, directory = _END.unpack(tail[-_END.size :]) if len(tail) >= _END.size else (b"", 0)
     if signature != b"PK\x05\x06":
@@ -155,7 +155,7 @@ def _check_directory_size(fd: int, size: int, file: str) -> None:
 
 
 def _check_records(entries: list[zipfile.ZipInfo], size: int, file: str) -> None:
-    """Records as torch writes them: one description, nothing compressed, no name twice, all inside the file."""
+    """Checks the records: one description, nothing compressed, unique names, all inside the file."""
     names = [e.filename for e in entries]
     descriptions = [e for e in entries if e.filename.count("/") == 1 and e.filename.endswith("/data.pkl")]
     if len(set(names)) != len(names) or len(descriptions) != 1:
@@ -177,7 +177,7 @@ def _check_records(entries: list[zipfile.ZipInfo], size: int, file: str) -> None
 
 
 def _check_record(fd: int, entry: zipfile.ZipInfo, size: int, file: str) -> None:
-    """Byte order and size of the description, where ``entry`` is one of these."""
+    """Checks the byte order or the size of the description, if ``entry`` is one of these."""
     kind = entry.filename.rpartition("/")[2]
     if kind == "byteorder":
         order = read_exactly(fd, min(entry.file_size, 16), _data_position(fd, entry, size, file))
@@ -192,9 +192,9 @@ def _check_record(fd: int, entry: zipfile.ZipInfo, size: int, file: str) -> None
 
 
 def _check_operations(raw: bytes, file: str) -> None:
-    """Few enough, and none that names a module from which weights never need anything.
+    """Checks that there are not too many operations, and none of a module that weights never need.
 
-    torch is the judge of what may be called; this spares its import for what it would refuse in any case.
+    torch decides what may be called; this only avoids importing torch for files that it would refuse.
     """
     operations = 0
     try:
@@ -213,7 +213,7 @@ def _check_operations(raw: bytes, file: str) -> None:
 
 
 def _data_position(fd: int, entry: zipfile.ZipInfo, size: int, file: str) -> int:
-    """Where a record's bytes begin: after its local header, whose variable parts only the file itself knows."""
+    """Where a record's bytes begin: after its local header, which has a variable length."""
     raw = read_exactly(fd, _LOCAL_HEADER.size, entry.header_offset)
     if len(raw) == _LOCAL_HEADER.size:
         signature, name, extra = _LOCAL_HEADER.unpack(raw)
@@ -232,7 +232,7 @@ def _load(path: Path, file: str) -> object:
         state = _torch_load(path, nullcontext())
         tensors = _strided(state)
         if tensors and all(_position(v) is None for v in tensors):
-            # torch before it noted positions for map_location="meta" notes them under FakeTensorMode.
+            # Older torch notes positions under FakeTensorMode, not for map_location="meta".
             from torch._subclasses.fake_tensor import FakeTensorMode
 
             state = _torch_load(path, FakeTensorMode())
@@ -269,7 +269,7 @@ def _pickle_problem(error: Exception, file: str) -> Problem:
     unsafe = _UNSAFE_GLOBAL.search(text)
     if unsafe:
         return _unsafe(unsafe[1].rstrip("."), file)
-    # torch's message begins with a paragraph on weights_only; its reason stands in the last lines.
+    # torch's message begins with a paragraph on weights_only; the reason is in the last lines.
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("Check the documentation")]
     reason = shown(lines[-1]) if lines else type(error).__name__
     return finding(CheckpointFault.BAD_PICKLE, f"torch.load refuses it: {reason}", file=file, fix="download the file again")
@@ -287,7 +287,7 @@ def _unsafe(name: str, file: str) -> Problem:
 
 
 def nesting_keys(state: Mapping[object, object]) -> list[str]:
-    """The keys under which a state dict lies inside of ``state``; none where ``state`` holds tensors itself."""
+    """The keys of state dicts inside of ``state``; none if ``state`` has tensors itself."""
     import torch
 
     if any(isinstance(v, torch.Tensor) for v in state.values()):
@@ -296,7 +296,7 @@ def nesting_keys(state: Mapping[object, object]) -> list[str]:
 
 
 def _state_dict(state: object, file: str, header: Header) -> Mapping[object, object]:
-    """The mapping of names to tensors in what the file holds; raises CheckpointError where there is none, or several."""
+    """The state dict in the file; raises CheckpointError if there is none, or several."""
     import torch
 
     if isinstance(state, Mapping):

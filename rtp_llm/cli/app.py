@@ -20,7 +20,7 @@ from rtp_llm.cli.ranks import end_rank, in_group, leave_group, speaks
 
 
 def _underscored(token: str) -> str:
-    """Flags are declared with underscores, and hyphens are accepted."""
+    """Flags are declared with underscores; hyphens are accepted too."""
     return token.replace("-", "_")
 
 
@@ -38,16 +38,16 @@ def app() -> None:
 
 
 def _common_flags(arguments: Sequence[str]) -> Mapping[str, Any]:
-    """Has ``as_json`` and ``debug`` where click takes them for flags, which it does not in the place of a value or behind ``--``.
+    """Reads ``as_json`` and ``debug`` as click would: not as the value of another flag, nor after ``--``.
 
-    Known whatever else is wrong with the command line, since they say how that is to be told.
+    They are needed even if the command line is wrong, since they decide how that is reported.
     """
-    # A value given to a flag that takes none would end click's parsing here.  A flag with a value is no other's business.
+    # A value for a flag without one would stop click's parser here.
     rest = ["" if token.startswith("-") and "=" in token else token for token in arguments]
     _, rest = _parsed(app, rest)
     context = click.Context(app, resilient_parsing=True, **app.context_settings)
     command = app.resolve_command(context, rest)[1] if rest else None
-    # Of a command that does not exist we know what all commands have.
+    # An unknown command has at least the common flags.
     return _parsed(common(click.Command(None)), rest)[0] if command is None else _parsed(command, rest[1:])[0]
 
 
@@ -59,7 +59,7 @@ def _parsed(command: click.Command, arguments: Sequence[str]) -> tuple[Mapping[s
 
 
 class _Log(logging.Handler):
-    """Log records as single lines on the stderr of the moment (a progress bar may have taken its place)."""
+    """Log records as single lines on the current stderr, which a progress bar may have replaced."""
 
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(f"{record.levelname.lower()}: {printable(record.getMessage())}", err=True)
@@ -70,7 +70,7 @@ def _logging(output: Output) -> Iterator[None]:
     """The package's log on stderr while a command runs; a program that calls :func:`main` gets its own logging back."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A terminal or pipe that cannot show a character gets its escape, never a UnicodeEncodeError.
+            # A character that stderr cannot encode is escaped, instead of a UnicodeEncodeError.
             stream.reconfigure(errors="backslashreplace")
     logger = logging.getLogger("rtp_llm")
     before = logger.handlers, logger.level, logger.propagate
@@ -87,13 +87,13 @@ def _logging(output: Output) -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; see ``docs/cli.md``.  Never raises for a user's mistake.
 
-    Without ``argv`` the process is this command's own, and one of several ranks ends here.
+    Without ``argv`` the process belongs to the command, and one of several ranks ends here.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     flags = _common_flags(arguments)
     output = Output(json=flags.get("as_json") is True, speaks=speaks(os.environ))
     try:
-        # Not app.main(), which has answers of its own to Ctrl-C and to a reader that has gone.
+        # Not app.main(), which handles Ctrl-C and a closed pipe itself.
         with _logging(output), app.make_context("rtp-llm", arguments, obj=output) as context:
             code: int = app.invoke(context)
         rank_of_launch = argv is None and in_group()
@@ -105,10 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.exceptions.Exit as done:  # --help
         return done.exit_code
     except BrokenPipeError:
-        # Whoever read our output has gone (`| head`). Python would complain when it flushes stdout at exit.
+        # The reader of stdout has gone (`| head`). Python would report that when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
-    # The program's outer edge: whatever comes is shown as a message, and --debug shows where it came from.
+    # The outermost level: every error becomes a message, and --debug shows its traceback.
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001
         code = report(error, as_json=output.json, debug=flags.get("debug") is True, speaks=output.speaks)
         _leave_unwritten()

@@ -15,11 +15,11 @@ import click
 from rtp_llm.cli.output import printable
 from rtp_llm.errors import INTERNAL, MESSAGE_LIMIT, Problem, RtpLlmError
 
-#: Something the user can put right; the code that click, grep and others use for it.
+#: An error that the user can fix; click, grep and others use this code.
 USER_ERROR = 2
 #: A defect of this program (EX_SOFTWARE of sysexits.h).
 INTERNAL_ERROR = 70
-#: What every rank tells: it may be rank 0 that is gone or that was never met.
+#: Errors that every rank reports: rank 0 may be gone or never have joined.
 _LOUD = frozenset({"RANK_LOST", "BAD_ENVIRONMENT"})
 #: 128 + SIGINT, as shells report it.
 INTERRUPTED = 130
@@ -27,7 +27,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error made ready for a user.  ``loud``: told by every rank, since rank 0 cannot be trusted to tell it."""
+    """An error as shown to a user.  ``loud``: every rank reports it, since rank 0 may not be able to."""
 
     kind: str
     lines: tuple[str, ...]
@@ -57,7 +57,7 @@ def describe(error: BaseException) -> Failure:
         return Failure(kind, (f"{printable(error.strerror or error)}{where}",), USER_ERROR, loud=True)
     if isinstance(error, MemoryError):
         return Failure(kind, ("out of memory on this machine",), USER_ERROR, loud=True)
-    if kind == "OutOfMemoryError":  # torch's, by its name: torch may not even be imported
+    if kind == "OutOfMemoryError":  # torch's, by its name: torch may not be imported
         first = printable(str(error).partition("\n")[0])
         return Failure(
             kind, (f"out of memory on the device: {first}", "A smaller --batch_size, or shorter prompts, take less."), USER_ERROR, loud=True
@@ -93,10 +93,10 @@ def _of_usage(error: click.ClickException) -> Failure:
 
 
 def report(error: BaseException, *, as_json: bool, debug: bool, speaks: bool) -> int:
-    """Tells the user, if this rank is to speak, and returns the exit code."""
+    """Reports to the user, if this rank prints, and returns the exit code."""
     failure = describe(error)
     if speaks and as_json:
-        with suppress(OSError):  # stdout may be what failed; stderr tells in any case
+        with suppress(OSError):  # stdout may have failed; stderr still works
             click.echo(json.dumps(failure.document(), indent=2))
     if speaks or failure.loud:
         rank = "" if speaks else f"rank {printable(os.environ.get('RANK', '?'))}: "

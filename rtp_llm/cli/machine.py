@@ -1,4 +1,4 @@
-"""What the machine has, as far as loading cares: CPUs and memory.  Files are known to ``rtp_llm.transport.pagecache``."""
+"""CPUs and memory of the machine; ``rtp_llm.transport.pagecache`` knows about files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def memory() -> dict[str, int | None]:
 
 
 def compiler() -> dict[str, str | None]:
-    """Paths of what kernels are compiled with: ``ninja``, and ``nvcc`` where flashinfer looks for it; None for what is not there."""
+    """Paths of the tools that compile kernels: ``ninja``, and ``nvcc`` where flashinfer looks for it; None if absent."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = Path(home) / "bin" / "nvcc" if home else Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
     return {"ninja": shutil.which("ninja"), "nvcc": str(nvcc) if nvcc.exists() else None}

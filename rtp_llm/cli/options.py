@@ -1,4 +1,4 @@
-"""Options of the commands, made from the declarations of settings, and what they choose."""
+"""Options of the commands, made from the declarations of settings, and the settings that result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rtp_llm.cli.output import Output
 from rtp_llm.cli.ranks import launched, speaks
 from rtp_llm.config import ConfigFault, LoadConfig, ParallelConfig
 from rtp_llm.config.kinds import Switch
-from rtp_llm.config.setting import Chosen, Setting, choose, declared, dump, spelled
+from rtp_llm.config.setting import ResolvedSetting, Setting, declared, dump, resolve_settings, spelled
 from rtp_llm.errors import ConfigError, Problem
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -39,7 +39,7 @@ def common(function: F) -> F:
 
 
 def setting_options(*names: str) -> Callable[[F], F]:
-    """One option for each named setting.  Values stay text: the declarations parse and check them."""
+    """One option for each named setting.  Values stay text, which the declarations parse and check."""
 
     def add(function: F) -> F:
         for name in reversed(names):
@@ -58,16 +58,16 @@ def _option(item: Setting) -> Callable[[F], F]:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """The settings that hold for one command, and where each came from."""
+class CommandSettings:
+    """The resolved settings of one command."""
 
     load: LoadConfig
     parallel: ParallelConfig
-    chosen: tuple[Chosen, ...]
+    resolved: tuple[ResolvedSetting, ...]
 
     def text(self) -> str:
         """All of them in one line, for the log."""
-        return f"settings: {dump(self.chosen)}"
+        return f"settings: {dump(self.resolved)}"
 
 
 def output_of(context: click.Context) -> Output:
@@ -76,27 +76,27 @@ def output_of(context: click.Context) -> Output:
     return output if isinstance(output, Output) else Output(json=False, speaks=speaks(os.environ))
 
 
-def resolve(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
-    """Settings from flags, the environment and, under a launcher, this process's place in the world.
+def command_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> CommandSettings:
+    """Settings from flags, the environment and, under a launcher, this process's rank.
 
     Raises:
         ConfigError: every value that is not allowed, of both classes; ranks that contradict the launcher's.
     """
     facts = _facts(flags, environ)
     problems: list[Problem] = []
-    chosen: list[Chosen] = []
+    resolved: list[ResolvedSetting] = []
     made: list[Any] = []
     for cls in (LoadConfig, ParallelConfig):
         try:
-            part = choose(cls, flags, environ, facts)
+            part = resolve_settings(cls, flags, environ, facts)
             values: dict[str, Any] = {c.setting.name: c.value for c in part}
             made.append(cls(**values))
-            chosen += part
+            resolved += part
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return Settings(made[0], made[1], tuple(chosen))
+    return CommandSettings(made[0], made[1], tuple(resolved))
 
 
 def _facts(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, int]:
@@ -104,16 +104,16 @@ def _facts(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, in
     launch = launched(environ)
     if launch is None:
         return {}
-    asked = {name: str(flags.get(name) or environ.get(_DECLARED[name].env, "").strip()) for name in _PLACE}
-    # What is no number at all is refused where all settings are parsed.
-    ep_size = int(asked["ep_size"] or "1") if re.fullmatch("[0-9]{0,9}", asked["ep_size"]) else 1
+    given = {name: str(flags.get(name) or environ.get(_DECLARED[name].env, "").strip()) for name in _PLACE}
+    # Text that is no number is refused where all settings are parsed.
+    ep_size = int(given["ep_size"] or "1") if re.fullmatch("[0-9]{0,9}", given["ep_size"]) else 1
     if not 0 < ep_size <= launch.size or launch.size % ep_size:
         raise ConfigError(
             Problem(
                 ConfigFault.CONTRADICTION,
                 "ep_size and the launcher contradict each other",
                 expected=f"a divisor of WORLD_SIZE={launch.size}",
-                actual=asked["ep_size"],
+                actual=given["ep_size"],
                 fix="start tp_size * ep_size processes",
             )
         )
@@ -127,7 +127,7 @@ def _facts(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, in
             actual=text,
             fix="leave it out: under torchrun the processes are the ranks",
         )
-        for name, text in asked.items()
+        for name, text in given.items()
         if text and text != str(facts[name])
     ]
     if problems:

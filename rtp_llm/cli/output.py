@@ -1,4 +1,4 @@
-"""What reaches stdout and stderr: one JSON document or text, names from checkpoints made harmless first."""
+"""Output on stdout and stderr: one JSON document or text, with names from checkpoints escaped."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import click
 
-#: Columns of text that goes into a file or a pipe: nothing is to be folded there, and no table of ours is wider.
+#: Columns of text for a file or pipe, where no line is folded; wider than every table.
 _PIPE_COLUMNS = 400
 
 
 def printable(text: object, keep: str = "") -> str:
-    r"""``text`` with everything that could steer a terminal or forge a line written as ``\xNN`` or ``\uNNNN``.
+    r"""``text`` with characters that control a terminal or break a line written as ``\xNN`` or ``\uNNNN``.
 
     Control characters, line separators, direction marks, surrogates and unassigned code points are escaped; the
     characters in ``keep`` are not.
@@ -24,7 +24,7 @@ def printable(text: object, keep: str = "") -> str:
 
 
 def size(nbytes: float) -> str:
-    """A number of bytes in decimal units, as disks and networks are measured: ``538.1 MB``."""
+    """A number of bytes in decimal units, as for disks and networks: ``538.1 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(nbytes) < 1000:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -33,7 +33,7 @@ def size(nbytes: float) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Numbers as runs, in the order given: ``0-3, 8, 3``; ``none`` for none."""
+    """Numbers as ranges, in the given order: ``0-3, 8, 3``; ``none`` for none."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -43,8 +43,8 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs) or "none"
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: frozenset[int] = frozenset()) -> None:
-    """Prints a table on stdout; every cell is made harmless.  ``right`` holds the indexes of right-aligned columns."""
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: frozenset[int] = frozenset()) -> None:
+    """Prints a table on stdout; control characters in cells are escaped.  ``right`` holds the indexes of right-aligned columns."""
     # Imported here: half of the start-up time of commands that print no table.
     from rich import box
     from rich.console import Console
@@ -69,13 +69,13 @@ def pairs(rows: Iterable[tuple[str, object]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """How this process answers: as JSON or text, and whether it is the one that speaks (rank 0)."""
+    """How this process prints: as JSON or text, and whether it prints at all (rank 0)."""
 
     json: bool
     speaks: bool
 
     def emit(self, document: Mapping[str, Any], text: Callable[[], None]) -> None:
-        """The command's result: ``document`` on stdout where JSON is asked for, else whatever ``text`` prints."""
+        """Prints the result: ``document`` on stdout with ``--json``, else what ``text`` prints."""
         if not self.speaks:
             return
         if self.json:
@@ -84,6 +84,6 @@ class Output:
             text()
 
     def note(self, message: str) -> None:
-        """A line for the person at the terminal, on stderr."""
+        """Prints a line on stderr."""
         if self.speaks:
             click.echo(printable(message), err=True)

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
-#: Seconds between lines where stderr is a file or a pipe: often enough to see life, rarely enough for a log.
+#: Seconds between lines if stderr is a file or pipe: often enough to show progress, rarely enough for a log.
 LINE_SECONDS = 5.0
 
 
-class Progress(Protocol):
-    """What a transport reports to; ``advance`` is called from several threads."""
+class ProgressBar(Protocol):
+    """The display that a transport reports to; ``advance`` is called from several threads."""
 
     def start(self, total_bytes: int) -> None: ...
 
@@ -29,7 +29,7 @@ class Progress(Protocol):
     def stop(self) -> None: ...
 
 
-class NoProgress:
+class NoProgressBar:
     """Shows nothing."""
 
     def start(self, total_bytes: int) -> None:
@@ -43,7 +43,7 @@ class NoProgress:
 
 
 class LineProgress:
-    """A line every :data:`LINE_SECONDS`; none at all for a load that is quicker."""
+    """A line every :data:`LINE_SECONDS`; none for a quicker load."""
 
     def __init__(self, every: float = LINE_SECONDS) -> None:
         self._every = every
@@ -103,8 +103,8 @@ class BarProgress:
             self._bar = None
 
 
-def choose_progress(enabled: bool, speaks: bool) -> Progress:
+def choose_progress(enabled: bool, speaks: bool) -> ProgressBar:
     """The progress display of this process: only rank 0 has one."""
     if not (enabled and speaks):
-        return NoProgress()
+        return NoProgressBar()
     return BarProgress() if sys.stderr.isatty() else LineProgress()

@@ -25,7 +25,7 @@ def launched(environ: Mapping[str, str]) -> Launch | None:
     """What torchrun's ``RANK`` and ``WORLD_SIZE`` say; None where neither is set.
 
     Raises:
-        ConfigError: one without the other, or values that are no ranks.
+        ConfigError: one without the other, or values that are not ranks.
     """
     texts = {name: environ.get(name, "").strip() for name in ("RANK", "WORLD_SIZE")}
     if not any(texts.values()):
@@ -45,7 +45,7 @@ def launched(environ: Mapping[str, str]) -> Launch | None:
 
 
 def speaks(environ: Mapping[str, str]) -> bool:
-    """Whether this process prints results: rank 0 does, and a process whose environment makes no sense."""
+    """Whether this process prints results: rank 0, or a process with an invalid environment."""
     try:
         launch = launched(environ)
     except ConfigError:
@@ -54,9 +54,9 @@ def speaks(environ: Mapping[str, str]) -> bool:
 
 
 def leave_group() -> None:
-    """Leaves the process group, if the command has joined one: NCCL warns about ranks that just end.
+    """Leaves the process group, if any: NCCL warns about ranks that exit without.
 
-    Looked up rather than imported, since most commands never need torch.
+    Looks torch up instead of importing it, since most commands do not need it.
     """
     if in_group():
         sys.modules["torch.distributed"].destroy_process_group()
@@ -69,8 +69,11 @@ def in_group() -> bool:
 
 
 def end_rank(code: int) -> NoReturn:
-    """Ends a rank after all has been said.  Not as Python ends: gloo's threads now and then abort a process that just exits,
-    whatever its exit code was to be, and leaving the group in order can wait for peers that are gone."""
+    """Ends a rank's process at once, after all output.
+
+    A normal exit may be aborted by gloo's threads, with another exit code; leaving the group first may wait for ranks that
+    are gone.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from rtp_llm.cli.options import output_of, resolve
+from rtp_llm.cli.options import command_settings, output_of
 from rtp_llm.cli.output import pairs, size
 from rtp_llm.cli.progress import choose_progress
 from rtp_llm.cli.ranks import launched
@@ -42,14 +42,14 @@ def load_for(
     refine: Callable[[LoadConfig], LoadConfig] = lambda load: load,
     cache: Callable[[T], CacheSize] | None = None,
 ) -> tuple[LoadedModel, T]:
-    """The loaded model and what ``prepare`` made, with the settings told and progress shown on stderr.
+    """The loaded model and the result of ``prepare``; logs settings and shows progress on stderr.
 
-    ``prepare`` reads small files and refuses what the checkpoint cannot do, before anything is loaded.  A process alone does so
-    before torch is imported; what one of several ranks finds is everyone's error, since the others would wait for it.
-    ``refine`` may settle what the user left open; ``cache`` says what has to fit beside the weights.
+    ``prepare`` reads small files and refuses what the checkpoint cannot do, before the load.  A single process calls it before
+    torch is imported.  Of several ranks, one rank's error is raised on all, since the others would wait for it.
+    ``refine`` may change settings that the user left open; ``cache`` is the cache that has to fit beside the weights.
     """
     output = output_of(context)
-    settings = resolve(flags, os.environ)
+    settings = command_settings(flags, os.environ)
     output.note(settings.text())
     made: list[T] = []
 
@@ -70,7 +70,7 @@ def load_for(
 
 
 def place(document: Mapping[str, Any]) -> str:
-    """A rank's place, from a plan or a report: ``1 of 2``, and its group of experts where there are several."""
+    """A rank's place, from a plan or a report: ``1 of 2``, and its expert-parallel group if there are several."""
     text = f"{document['tp_rank']} of {document['tp_size']}"
     return text if document["ep_size"] == 1 else f"{text}, expert-parallel {document['ep_rank']} of {document['ep_size']}"
 
@@ -97,7 +97,7 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 
 def kernel_lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Who does what, a line for each back end and reason; and what was compiled for it."""
+    """A line for each back end and reason, with its operations; and what was compiled."""
     by_reason: dict[tuple[str, str], list[str]] = {}
     for choice in found["operations"]:
         by_reason.setdefault((choice["backend"], choice["reason"]), []).append(choice["op"])

@@ -26,12 +26,14 @@ def all_settings() -> tuple[Setting, ...]:
     return declared(LoadConfig) + declared(ParallelConfig)
 
 
-def markdown() -> str:
+def settings_page() -> str:
     """The whole page ``docs/settings.md``."""
-    return "\n".join([_HEAD, *table("LoadConfig", declared(LoadConfig)), "", *table("ParallelConfig", declared(ParallelConfig)), ""])
+    return "\n".join(
+        [_HEAD, *settings_table("LoadConfig", declared(LoadConfig)), "", *settings_table("ParallelConfig", declared(ParallelConfig)), ""]
+    )
 
 
-def table(title: str, settings: tuple[Setting, ...]) -> Iterator[str]:
+def settings_table(title: str, settings: tuple[Setting, ...]) -> Iterator[str]:
     """The lines of a section with a row for each setting."""
     yield f"## {title}"
     yield ""
@@ -44,4 +46,4 @@ def table(title: str, settings: tuple[Setting, ...]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    print(settings_page(), end="")

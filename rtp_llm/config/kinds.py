@@ -1,8 +1,7 @@
 """Kinds of values: how a text becomes a value, and which values are allowed.
 
 Flags and environment variables arrive as text and go through ``parse`` and then ``check``; values given in Python go
-through ``check`` alone.  Both raise :class:`Refusal`, which the caller turns into a problem that says where the
-value came from.
+through ``check`` alone.  Both raise :class:`Refusal`, which the caller turns into a problem with the source of the value.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ class Kind(Protocol):
         """The allowed values, for help, documentation and errors."""
 
     def parse(self, text: str) -> object:
-        """The value that a flag's or variable's text (without surrounding white space, not empty) stands for."""
+        """The value of a flag's or variable's text, which is stripped and not empty."""
 
     def check(self, value: object) -> None:
-        """Raises :class:`Refusal` for a value of another type or outside of what is allowed."""
+        """Raises :class:`Refusal` for a value that is not allowed, or of another type."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChoiceKind:
     """One of a few words."""
 
     values: tuple[str, ...]
@@ -59,7 +58,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class OptionalChoice:
+class OptionalChoiceKind:
     """One of a few words, or none."""
 
     values: tuple[str, ...]
@@ -88,7 +87,7 @@ class Whole:
         return f"whole number, {self.least} to {self.most}"
 
     def parse(self, text: str) -> int:
-        # int() alone would take "1_0" and digits of other scripts, which nobody means.
+        # int() alone would accept "1_0" and digits of other scripts.
         if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
             raise Refusal(self.allowed)
         return int(text)
@@ -138,7 +137,7 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where weights go; whether the device is there is asked when it is used, not here."""
+    """Where weights go; use of the device checks that it exists."""
 
     allowed: str = "auto | cpu | cuda | cuda:N"
 
@@ -152,7 +151,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class FilePath:
-    """A file, or none; whether it is there is asked when it is read."""
+    """A file, or none; reading checks that it exists."""
 
     allowed: str = "a file"
 
@@ -166,7 +165,7 @@ class FilePath:
 
 @dataclass(frozen=True, slots=True)
 class JsonObject:
-    """A JSON object as text; what it may hold is asked by who uses it."""
+    """A JSON object as text; its user checks the content."""
 
     allowed: str = "a JSON object"
 

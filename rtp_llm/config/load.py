@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from rtp_llm.config.kinds import Choice, Device, FilePath, JsonObject, OptionalChoice, Seconds, Switch, Whole
+from rtp_llm.config.kinds import ChoiceKind, Device, FilePath, JsonObject, OptionalChoiceKind, Seconds, Switch, Whole
 from rtp_llm.config.setting import make, setting, validate
 from rtp_llm.errors import Problem
 
-#: What a checkpoint may be, and what may be made of a plain one.  The registry of methods is held to this list.
+#: Methods of quantised checkpoints, and those that quantise a plain one.  A test compares the registry with this list.
 QUANTIZATION_METHODS = (
     "awq",
     "compressed-tensors",
@@ -37,7 +37,7 @@ class LoadConfig:
     """Settings of a load.  Raises ``ConfigError`` with every value that is not allowed."""
 
     load_method: str = setting(
-        Choice(("auto", "fastsafetensors", "scratch")),
+        ChoiceKind(("auto", "fastsafetensors", "scratch")),
         "auto",
         "How bytes get to the device; auto takes the best way that works here.",
         env="LOAD_METHOD",
@@ -46,29 +46,29 @@ class LoadConfig:
         Device(), "auto", "Where weights go; auto takes CUDA where there is a GPU (one for each local rank), else the CPU."
     )
     dtype: str = setting(
-        Choice(("auto", "float64", "float32", "bfloat16", "float16")),
+        ChoiceKind(("auto", "float64", "float32", "bfloat16", "float16")),
         "auto",
         "Type of the weights on the device; auto keeps config.json's, else the one most bytes are stored in.",
     )
     quantization: str | None = setting(
-        OptionalChoice(QUANTIZATION_METHODS),
+        OptionalChoiceKind(QUANTIZATION_METHODS),
         None,
         "Quantisation that the checkpoint must have (left out: whatever it declares), or inline-*: what to make of plain weights.",
     )
     kernels: str = setting(
-        Choice(("auto", "flashinfer", "torch")),
+        ChoiceKind(("auto", "flashinfer", "torch")),
         "auto",
         "Who computes norms, gates, rotations and attention; auto takes flashinfer on a CUDA device for what it can do there, else torch.",
         env="KERNELS",
     )
-    # 256: beyond that, threads only queue at the disk.
+    # More than 256 threads only queue at the disk.
     reader_threads: int = setting(
         Whole(0, 256), 0, "Threads that read files; 0 takes as many as there are CPUs (three quarters of them beside a GPU), at most 12."
     )
-    # 4096 MiB a thread is already far beyond where a larger buffer reads faster.
+    # Buffers far smaller than 4096 MiB already read as fast.
     buffer_mib: int = setting(Whole(1, 4096), 8, "Size of each of a reader thread's staging buffers (two beside a GPU), in MiB.")
-    # 128 KiB is the kernel's default read-ahead window: such a gap is fetched from storage anyway, and in the page cache
-    # reading past it costs less than a second call.
+    # 128 KiB is the kernel's default read-ahead window: such a gap is read from storage anyway, and copying it from the
+    # page cache costs less than a second call.
     read_gap_kib: int = setting(
         Whole(0, 65536),
         128,
@@ -79,7 +79,7 @@ class LoadConfig:
     progress: bool = setting(Switch(), True, "Show progress on stderr: a bar on a terminal, else a line every few seconds.")
     timeout_s: float = setting(Seconds(86400), 300.0, "Longest wait of a rank for the others wherever ranks meet.")
     stacked_moe_mode: str = setting(
-        Choice(tuple(mode.value for mode in StackedMode)),
+        ChoiceKind(tuple(mode.value for mode in StackedMode)),
         StackedMode.PER_EXPERT.value,
         "How fastsafetensors delivers tensors that hold all experts: one at a time, in bounded memory, or whole.",
         env="RTP_FASTSAFETENSORS_STACKED_MOE_MODE",
@@ -97,7 +97,7 @@ class LoadConfig:
         Switch(), False, "Never use GPUDirect storage, whatever fastsafetensors' own settings say.", env="FASTSAFETENSORS_NOGDS"
     )
     fastsafetensors_odirect: str = setting(
-        Choice(("auto", "1", "0")),
+        ChoiceKind(("auto", "1", "0")),
         "auto",
         "Whether fastsafetensors reads around the page cache; auto asks for each file what is cached.",
         env="FASTSAFETENSORS_ODIRECT",

@@ -1,4 +1,4 @@
-"""Where one process stands in its parallel group."""
+"""One process's place in its parallel groups."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One declaration for each setting: flag, environment variable, default, allowed values and help.
 
-A settings class is a frozen, slotted dataclass whose fields are made by :func:`setting`.  Command-line options, the
-environment, checks, the documentation table and the dump at start are all read from the fields; nothing is said twice.
+A settings class is a frozen, slotted dataclass whose fields are made by :func:`setting`.  Command-line options, environment
+variables, checks, the documentation table and the log line at start all come from the fields.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from rtp_llm.errors import ConfigError, Problem
 _KEY = "rtp_llm.setting"
 
 
-class Settings(Protocol):
-    """What this module asks of a settings class."""
+class SettingsClass(Protocol):
+    """The interface of a settings class."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def contradictions(self) -> Iterable[Problem]:
-        """Problems that only several settings together have; called when each of them is allowed."""
+        """Problems of several settings together; called if each of them is allowed."""
 
 
-S = TypeVar("S", bound=Settings)
+S = TypeVar("S", bound=SettingsClass)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ def _declaration(field: dataclasses.Field[Any]) -> Setting:
     )
 
 
-def validate(config: Settings) -> None:
-    """Called by every settings class when an object of it is made: the one place that checks values.
+def validate(config: SettingsClass) -> None:
+    """Checks all values; every settings class calls it in ``__post_init__``.
 
     Raises:
         ConfigError: with all values that are not allowed.
@@ -106,18 +106,18 @@ def _problem(refusal: Refusal, item: Setting, value: object, source: str) -> Pro
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """A setting's value and where it came from: ``flag --x``, ``environment variable X`` ``launcher`` or ``default``."""
+class ResolvedSetting:
+    """A setting's value and its source: ``flag --x``, ``environment variable X``, ``launcher`` or ``default``."""
 
     setting: Setting
     value: object
     source: str
 
 
-def choose(
+def resolve_settings(
     cls: type[S], flags: Mapping[str, object], environ: Mapping[str, str], facts: Mapping[str, object] | None = None
-) -> tuple[Chosen, ...]:
-    """Each setting's value: a fact's, else the flag's if given, else the environment's, else the default.
+) -> tuple[ResolvedSetting, ...]:
+    """Each setting's value: from ``facts``, else the flag, else the environment, else the default.
 
     Args:
         cls: a settings class.
@@ -129,19 +129,19 @@ def choose(
     Raises:
         ConfigError: with all values that are not allowed, each with its source.
     """
-    chosen: list[Chosen] = []
+    resolved: list[ResolvedSetting] = []
     problems: list[Problem] = []
     for item in declared(cls):
         given, source = _given(item, flags, environ, facts or {})
         try:
             value = item.kind.parse(given) if isinstance(given, str) else given
             item.kind.check(value)
-            chosen.append(Chosen(item, value, source))
+            resolved.append(ResolvedSetting(item, value, source))
         except Refusal as refusal:
             problems.append(_problem(refusal, item, given, source))
     if problems:
         raise ConfigError(problems)
-    return tuple(chosen)
+    return tuple(resolved)
 
 
 def _given(item: Setting, flags: Mapping[str, object], environ: Mapping[str, str], facts: Mapping[str, object]) -> tuple[object, str]:
@@ -157,12 +157,12 @@ def _given(item: Setting, flags: Mapping[str, object], environ: Mapping[str, str
 
 
 def make(cls: type[S], flags: Mapping[str, object], environ: Mapping[str, str]) -> S:
-    """An object of the settings class from flags, environment and defaults; see :func:`choose`."""
-    return cls(**{c.setting.name: c.value for c in choose(cls, flags, environ)})
+    """An object of the settings class from flags, environment and defaults; see :func:`resolve_settings`."""
+    return cls(**{c.setting.name: c.value for c in resolve_settings(cls, flags, environ)})
 
 
 def spelled(value: object) -> str:
-    """A value as a flag or a variable spells it; ``none`` where there is none."""
+    """A value as a flag or a variable spells it; ``none`` for None."""
     if isinstance(value, bool):
         return "1" if value else "0"
     if value is None:
@@ -170,6 +170,6 @@ def spelled(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def dump(chosen: Iterable[Chosen]) -> str:
+def dump(resolved: Iterable[ResolvedSetting]) -> str:
     """One line for the log: every value, with its source unless it is the default."""
-    return " ".join(f"{c.setting.name}={spelled(c.value)}" + ("" if c.source == "default" else f" ({c.source})") for c in chosen)
+    return " ".join(f"{c.setting.name}={spelled(c.value)}" + ("" if c.source == "default" else f" ({c.source})") for c in resolved)

@@ -1,1 +1,1 @@
-"""Operations that layers call: what they compute, who can compute them here, and the choice between those."""
+"""Operations that layers call, the back ends that compute them, and the choice between back ends."""

@@ -1,7 +1,7 @@
-"""Attention over pages: what a back end offers, and the one in plain torch.
+"""Attention over pages: the interface of a back end, and the implementation in plain torch.
 
-A *call* is what all layers of one kind ask for; a *plan* is what a back end works out once a pass for one call, and every
-such layer then uses.  Keys and values are already in their pages when :meth:`AttentionKernels.attend` is called.
+A *call* has the sizes of attention, the same for all layers of one kind.  A *plan* is what a back end prepares for a call once
+a pass, and all these layers use.  Keys and values are in their pages before :meth:`AttentionKernels.attend` is called.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rtp_llm.kernels.needs import Need, named
+from rtp_llm.kernels.needs import KernelNeed, named
 from rtp_llm.kernels.paging import PAGE_SIZE, PagedRows
 
-#: Queries whose scores are there at once, where no kernel of torch computes them: float32, with 64 heads and 32,768 keys half a
-#: gibibyte, where those of all queries of such a prompt would take 256.
+#: Queries whose scores are in memory at once where torch has no fused kernel.  float32 with 64 heads and 32,768 keys: half a
+#: gibibyte; all queries of such a prompt would take 256.
 _SINK_BLOCK = 64
 
 
@@ -27,7 +27,7 @@ class AttentionCall:
     """Attention of ``heads`` query heads over ``kv_heads`` key and value heads of ``head_dim`` elements.
 
     ``window``: how many tokens a token sees, itself included; None for all.  Scores are multiplied by ``head_dim ** -0.5``.
-    ``sinks``: the softmax of each head has one score more, a parameter, that belongs to no token; see :func:`attend_with_sinks`.
+    ``sinks``: the softmax of each head has one more score, a parameter; see :func:`attend_with_sinks`.
     """
 
     heads: int
@@ -40,8 +40,8 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class LatentCall:
-    """Latent attention (DeepSeek-V2, 2024, arXiv:2405.04434): keys of ``latent_dim`` elements, which are the values too, and
-    of ``rope_dim`` more, the same for all ``heads``; scores are multiplied by ``scale``."""
+    """Latent attention (DeepSeek-V2, 2024, arXiv:2405.04434).  A key has ``latent_dim`` elements, which are also the value, and
+    ``rope_dim`` rotated ones; all ``heads`` share it.  Scores are multiplied by ``scale``."""
 
     heads: int
     latent_dim: int
@@ -56,7 +56,7 @@ Call = AttentionCall | LatentCall
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionNeed(Need):
+class AttentionNeed(KernelNeed):
     """``attention.prefill`` or ``attention.decode`` for a call."""
 
     call: AttentionCall
@@ -70,8 +70,8 @@ class AttentionNeed(Need):
 
 
 @dataclass(frozen=True, slots=True)
-class LatentNeed(Need):
-    """``mla.decode`` for a call: latent attention over pages, of one token a row.  ``sparse``: of tokens that an indexer chooses."""
+class LatentNeed(KernelNeed):
+    """``mla.decode`` for a call: one token a row.  ``sparse``: over the tokens that an indexer selects."""
 
     call: LatentCall
     sparse: bool
@@ -83,30 +83,30 @@ class LatentNeed(Need):
 
 
 class Plan(Protocol):
-    """What the layers of one pass share of one call."""
+    """What the layers of one pass share for one call."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """What is written when a plan of fixed rows is renewed, and read on the device."""
+        """The tensors that :meth:`AttentionKernels.renew` writes, and kernels read."""
 
 
 class AttentionKernels(Protocol):
     """Attention over pages ``[pages, PAGE_SIZE, ...]``."""
 
     def plan(self, call: Call, rows: PagedRows) -> Plan:
-        """What the layers of one pass share.  Outside of any CUDA graph."""
+        """Prepares a pass.  Called outside of CUDA graphs."""
 
     def renew(self, plan: Any, call: Call, rows: PagedRows) -> None:
-        """Makes the plan of fixed rows that of a later pass, in the tensors that it has."""
+        """Updates the tensors of a plan of fixed rows for a later pass."""
 
     def attend(
         self, plan: Any, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``q [tokens, heads, head_dim]`` of all rows, one behind the other, to ``[tokens, heads, head_dim]``; pages are ``[pages,
-        PAGE_SIZE, kv_heads, head_dim]``.  ``sinks [heads]`` are there exactly if the call has them."""
+        """``q [tokens, heads, head_dim]`` of all rows, in order, to ``[tokens, heads, head_dim]``; pages are ``[pages,
+        PAGE_SIZE, kv_heads, head_dim]``.  ``sinks [heads]``: given if the call has sinks."""
 
 
 class LatentKernels(Protocol):
-    """Latent attention over pages, with what expands latents absorbed in queries and outputs."""
+    """Latent attention over pages; the up projections are absorbed into queries and outputs."""
 
     def plan(self, call: Call, rows: PagedRows) -> Plan:
         """As for :class:`AttentionKernels`.  A :class:`TorchPlan` of several tokens a row asks the layer to expand latents itself."""
@@ -126,8 +126,8 @@ def attend_with_sinks(
 ) -> torch.Tensor:
     """``q [rows, heads, tokens, dim]``, ``k`` and ``v [rows, kv_heads, keys, dim]`` to ``[rows, heads, tokens, dim]``.
 
-    ``sinks [heads]`` are one score more for each query, which takes its share of the softmax and has no value (gpt-oss, 2025,
-    arXiv:2508.10925; StreamingLLM, 2023, arXiv:2309.17453, has the idea).  ``seen``: ``bool [rows or 1, 1, tokens,
+    ``sinks [heads]``: one more score for each query, which takes a share of the softmax and has no value (gpt-oss, 2025,
+    arXiv:2508.10925, after StreamingLLM, 2023, arXiv:2309.17453).  ``seen``: ``bool [rows or 1, 1, tokens,
     keys]``; None: all keys.  Products are in the dtype of ``q``, the softmax in float32 or wider.
     """
     rows, heads, tokens, dim = q.shape
@@ -135,7 +135,7 @@ def attend_with_sinks(
     sink, turned = sinks.to(wide)[:, None, None], k.transpose(2, 3)
     out = []
     for block in (slice(start, start + _SINK_BLOCK) for start in range(0, tokens, _SINK_BLOCK)):
-        # The heads that share a key are queries of one head, so that no key is repeated.
+        # Heads that share a key become queries of one head, so no key is repeated.
         shared = q[:, :, block].reshape(rows, kv_heads, -1, dim)
         scores = (shared @ turned).to(wide).mul_(scale).view(rows, heads, -1, k.shape[2])
         if seen is not None:
@@ -149,10 +149,10 @@ def attend_with_sinks(
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """``index [rows, keys]``: the places of each row's tokens, in order.  Behind a row's last token stands the place of its
-    first one, so that what lies in unused places, NaN or worse, is never looked at.
+    """``index [rows, keys]``: the places of each row's tokens, in order.  After a row's last token it repeats the place of the
+    first one, so unused places, which may hold NaN, are never read.
 
-    ``mask [rows, 1, tokens, keys]`` says who is seen; None where ``causal`` alone, or nothing, has to be said.
+    ``mask [rows, 1, tokens, keys]``: which keys a query sees; None where ``causal`` says it, or all are seen.
     """
 
     index: torch.Tensor
@@ -178,11 +178,11 @@ class TorchPlan:
             assert not self.causal, "a plan of a call with sinks has a mask"
             return attend_with_sinks(q, k, v, sinks, self.scale, self.mask).transpose(1, 2).flatten(0, 1)
         if self.causal:
-            # Kernels for this repeat no keys, and need no mask.
+            # Causal kernels need no mask and repeat no keys.
             shared = q.shape[1] != kv_heads
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared, scale=self.scale)
             return out.transpose(1, 2).flatten(0, 1)
-        # The heads that share a key become queries of one head: with a mask, kernels for shared heads repeat keys.
+        # Heads that share a key become queries of one head: with a mask, torch's kernels for shared heads repeat keys.
         heads, tokens = q.shape[1:3]
         group = heads // kv_heads
         mask = self.mask if self.mask is None or tokens == 1 else self.mask.repeat(1, 1, group, 1)
@@ -192,10 +192,10 @@ class TorchPlan:
 
 
 class TorchAttention:
-    """Gathers each row's pages and leaves the rest to torch's scaled dot product attention: on every device, in every dtype."""
+    """Gathers each row's pages, then calls torch's scaled dot product attention: on every device, in every dtype."""
 
     def plan(self, call: Call, rows: PagedRows) -> TorchPlan:
-        """Pages of other rows and unused places are never read."""
+        """Never reads pages of other rows or unused places."""
         window, host = call.window, rows.host
         position = torch.arange(rows.keys, device=rows.tables.device)
         index = rows.tables[:, position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
@@ -213,7 +213,7 @@ class TorchAttention:
         return TorchPlan(index, seen[:, None], False, scale)
 
     def renew(self, plan: TorchPlan, call: Call, rows: PagedRows) -> None:
-        """Writes every element of index and mask anew."""
+        """Writes index and mask again."""
         later = self.plan(call, rows)
         assert plan.mask is not None and later.mask is not None, "a plan of rows that are not fixed"
         plan.index.copy_(later.index)
@@ -232,7 +232,7 @@ class TorchAttention:
         return plan.sdpa(torch.cat((q_latent, q_rope), dim=-1), keys[:, :, None], latent[:, :, None])
 
 
-#: What layers use until another choice is bound to them.
+#: The attention of layers to which no other is bound.
 TORCH_ATTENTION = TorchAttention()
 
 

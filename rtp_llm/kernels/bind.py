@@ -1,4 +1,4 @@
-"""Gives modules the back ends that were chosen."""
+"""Binds the chosen back ends to a model's modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ATTENTION_OPS = frozenset({"attention.prefill", "attention.decode", "mla.decode"
 
 
 class Composed:
-    """Each operation by the back end that was chosen for it; torch for an operation that nobody chose."""
+    """Calls the chosen back end for each operation, else torch."""
 
     def __init__(self, by_op: Mapping[str, Kernels]) -> None:
         self._norm = by_op.get("rms_norm", TORCH)
@@ -42,8 +42,8 @@ class Composed:
 
 
 def bind(model: nn.Module, by_op: Mapping[str, Any]) -> None:
-    """Makes every module of ``model`` that calls kernels call those of ``by_op``: for each operation a back end's
-    :class:`Kernels`, or, for those of attention, what does it.  Torch does what is not in ``by_op``."""
+    """Binds the kernels ``by_op`` to every module of ``model`` that calls kernels.  ``by_op``: a :class:`Kernels` for each operation,
+    and an ``AttentionKernels`` or ``LatentKernels`` for those of attention.  Operations that it lacks are torch's."""
     kernels = Composed(by_op)
     for module in model.modules():
         if isinstance(module, KernelUser):
@@ -53,6 +53,6 @@ def bind(model: nn.Module, by_op: Mapping[str, Any]) -> None:
 
 
 def _attention(module: AttentionUser, by_op: Mapping[str, Any]) -> Any:
-    """What attends for a layer: one back end for prefill and decode, which share pages and plans, or torch."""
+    """A layer's attention back end: one for both prefill and decode, since they share pages; else torch."""
     ops = [need.op for need in module.kernel_needs() if need.op in ATTENTION_OPS] if isinstance(module, KernelUser) else []
     return by_op[ops[0]] if ops and all(op in by_op for op in ops) else TORCH_ATTENTION

@@ -1,7 +1,7 @@
-"""Compiles what a back end compiles on first use, before there is a first use.
+"""Compiles a back end's modules before their first use.
 
-flashinfer's modules lie under its own directory, one for each version and GPU architecture; its names do not tell one CUDA
-from another, so that is read from the libraries themselves.
+flashinfer keeps its modules in its own directory, one for each version and GPU architecture.  The directory's name does not say
+which CUDA a module was compiled with, so that is read from the library itself.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from typing import Any
 
 from rtp_llm.installed import IMPORT_ERRORS
 from rtp_llm.kernels.faults import KernelFault
-from rtp_llm.kernels.offers import JitModule, Lack
+from rtp_llm.kernels.functions import JitModule, Unsupported
 from rtp_llm.kernels.symbols import Symbol, called
 
 _log = logging.getLogger("rtp_llm.kernels")
 
-#: What compiles a module.  Not ``build_jit_specs``, which compiles many at once: it leaves ninja's log elsewhere than where
-#: flashinfer's own calls look for it, and they would compile everything once more.
+#: Compiles one module.  Not ``build_jit_specs``, which compiles many at once: it writes ninja's log to another place than
+#: flashinfer's own calls read, and they would compile everything again.
 _BUILD = Symbol("flashinfer.jit.core", "JitSpec.build", ("verbose",))
 _CUDA_PATH = Symbol("flashinfer.jit.cpp_ext", "get_cuda_path")
 SYMBOLS = (_BUILD, _CUDA_PATH)
 
-#: The run-time library that a module was linked against, in its table of names.
+#: The name of the CUDA run-time library that a module was linked against.
 _CUDART = re.compile(rb"libcudart\.so\.(\d+)")
 
-#: Seconds after which compilers are given up: forty times what the slowest module took on 16 processors.
+#: Seconds after which a compilation is given up: forty times what the slowest module took on 16 processors.
 _LONGEST_S = 3600.0
 
-#: Characters of a compiler's complaint that a message shows: its lines hold whole types.
+#: Characters of a compiler's error that a message shows: one line can name many C++ types.
 _MOST_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Modules that are needed, and those of them that had to be compiled; ``directory`` is where they lie."""
+    """The modules that are needed, and those (``fresh``) that had to be compiled, in ``directory``."""
 
     modules: tuple[str, ...]
     fresh: tuple[str, ...]
@@ -53,11 +53,11 @@ class Compiled:
 
 
 class CompileError(Exception):
-    """Modules could not be compiled; ``failed`` are those for which no usable library is there."""
+    """Modules could not be compiled; ``failed`` are those without a usable library."""
 
-    def __init__(self, lack: Lack, failed: Sequence[JitModule]) -> None:
-        super().__init__(lack.detail)
-        self.lack = lack
+    def __init__(self, unsupported: Unsupported, failed: Sequence[JitModule]) -> None:
+        super().__init__(unsupported.detail)
+        self.unsupported = unsupported
         self.failed = tuple(failed)
 
 
@@ -73,7 +73,7 @@ def described(modules: Iterable[JitModule]) -> list[tuple[JitModule, Any]]:
             found.append((module, called(module.generate)(*module.arguments)))
         except (*IMPORT_ERRORS, ValueError, KeyError) as error:
             raise CompileError(
-                Lack(KernelFault.COMPILE_FAILED, f"{module.generate.path}: {type(error).__name__}: {error}"), [module]
+                Unsupported(KernelFault.COMPILE_FAILED, f"{module.generate.path}: {type(error).__name__}: {error}"), [module]
             ) from error
     return found
 
@@ -88,19 +88,19 @@ def cuda_major(library: Path) -> str | None:
 
 
 def check_tools(modules: Iterable[JitModule], cuda: str) -> None:
-    """Whether what is not compiled for ``cuda`` (``13.0``) could be compiled here; compiles nothing.
+    """Checks that modules not yet compiled for ``cuda`` (``13.0``) could be compiled here; compiles nothing.
 
-    Ninja is also needed for what is compiled, since flashinfer asks it each time whether it still is.
+    Compiled modules need ninja too: flashinfer asks it at each use whether they are up to date.
 
     Raises:
-        CompileError: ``NO_COMPILER``, with the modules that cannot be had; or as :func:`described`.
+        CompileError: ``NO_COMPILER``, with the modules that cannot be compiled; or as :func:`described`.
     """
     own = [(module, spec) for module, spec in described(modules) if not spec.is_aot]
     missing = [(module, spec) for module, spec in own if not _usable(spec, cuda)]
     no_ninja, no_nvcc = _no_ninja() if own else "", _no_nvcc() if missing else ""
     if no_ninja or no_nvcc:
-        lack = Lack(KernelFault.NO_COMPILER, "; ".join(filter(None, (no_ninja, no_nvcc))))
-        raise CompileError(lack, [module for module, _ in (own if no_ninja else missing)])
+        unsupported = Unsupported(KernelFault.NO_COMPILER, "; ".join(filter(None, (no_ninja, no_nvcc))))
+        raise CompileError(unsupported, [module for module, _ in (own if no_ninja else missing)])
 
 
 def _no_ninja() -> str:
@@ -118,15 +118,15 @@ def _no_nvcc() -> str:
 
 
 def _usable(spec: Any, cuda: str) -> bool:
-    """Whether a module is compiled, for this major version of CUDA (or by something that leaves no trace of it)."""
+    """Whether a module is compiled for this major version of CUDA, or names no version."""
     library = Path(spec.get_library_path())
     return library.exists() and cuda_major(library) in (None, cuda.partition(".")[0])
 
 
-def compile_modules(modules: Sequence[JitModule], cuda: str, watch: Progress) -> Compiled:
-    """Compiles what is not there for ``cuda`` (``13.0``), modules side by side, and loads everything.
+def compile_modules(modules: Sequence[JitModule], cuda: str, watch: CompileProgress) -> Compiled:
+    """Compiles the modules that are missing for ``cuda`` (``13.0``), in parallel, and loads all.
 
-    Processes of one host take turns; whoever comes later finds all done.
+    Processes of one host take turns; later ones find the modules compiled.
 
     Raises:
         CompileError: with the modules that cannot be used.
@@ -137,7 +137,7 @@ def compile_modules(modules: Sequence[JitModule], cuda: str, watch: Progress) ->
         own = [spec for _, spec in specs if not spec.is_aot]
         before = {spec.name: _modified(spec) for spec in own}
         for spec in own:
-            # What an earlier try has left, too: flashinfer keeps the build file that it finds, with that try's compiler in it.
+            # Also what a failed try left: flashinfer would reuse its build file, which names the compiler of that try.
             if not _usable(spec, cuda) and Path(spec.build_dir).exists():
                 shutil.rmtree(spec.build_dir)
         watch.begin([spec for spec in own if not _modified(spec)])
@@ -149,9 +149,9 @@ def compile_modules(modules: Sequence[JitModule], cuda: str, watch: Progress) ->
 
 
 def _build(specs: Sequence[tuple[JitModule, Any]], own: Sequence[Any], cuda: str) -> None:
-    """Each module by a ninja of its own, which takes all processors but for ``MAX_JOBS``: one file of some is most of the time."""
+    """One ninja for each module, because a single file can take most of the time; each uses all processors, or ``MAX_JOBS``."""
     errors: dict[str, str] = {}
-    # Daemons, unlike the threads of a pool: a load that has failed does not wait for compilers.
+    # Daemon threads, unlike a pool's: a failed load must not wait for compilers.
     threads = [threading.Thread(target=_build_one, args=(spec, errors), name=f"rtp_llm-compile-{spec.name}", daemon=True) for spec in own]
     for thread in threads:
         thread.start()
@@ -159,22 +159,24 @@ def _build(specs: Sequence[tuple[JitModule, Any]], own: Sequence[Any], cuda: str
         thread.join()
     if errors:
         failed = [module for module, spec in specs if spec.name in errors]
-        raise CompileError(Lack(KernelFault.COMPILE_FAILED, "; ".join(errors[name] for name in sorted(errors))), failed)
+        raise CompileError(Unsupported(KernelFault.COMPILE_FAILED, "; ".join(errors[name] for name in sorted(errors))), failed)
     failed = [module for module, spec in specs if not _usable(spec, cuda)]
     if failed:
-        raise CompileError(Lack(KernelFault.OTHER_CUDA, f"torch was built with CUDA {cuda}, the compiler belongs to another"), failed)
+        raise CompileError(
+            Unsupported(KernelFault.OTHER_CUDA, f"torch was built with CUDA {cuda}, the compiler belongs to another"), failed
+        )
 
 
 def _build_one(spec: Any, errors: dict[str, str]) -> None:
-    """Puts what the compiler complains of into ``errors`` where a module cannot be compiled, and all that it said into a file."""
+    """Compiles a module.  A failure adds the error line to ``errors`` and writes the whole output to a file."""
     try:
         spec.build(verbose=False)
     except (RuntimeError, OSError) as error:
-        said = str(error).splitlines() or [type(error).__name__]
-        complaint = next((line for line in said if "error" in line.lower()), said[0])[:_MOST_CHARACTERS]
+        lines = str(error).splitlines() or [type(error).__name__]
+        complaint = next((line for line in lines if "error" in line.lower()), lines[0])[:_MOST_CHARACTERS]
         output = Path(spec.build_dir) / "rtp_llm.log"
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text("\n".join(said))
+        output.write_text("\n".join(lines))
         errors[spec.name] = f"{spec.name}: {complaint} (all that was said is in {output})"
 
 
@@ -186,7 +188,7 @@ def _load(specs: Sequence[tuple[JitModule, Any]]) -> None:
         except (*IMPORT_ERRORS, ValueError) as error:
             failed[module] = f"{spec.name} cannot be loaded: {str(error)[:_MOST_CHARACTERS]}"
     if failed:
-        raise CompileError(Lack(KernelFault.COMPILE_FAILED, "; ".join(failed.values())), tuple(failed))
+        raise CompileError(Unsupported(KernelFault.COMPILE_FAILED, "; ".join(failed.values())), tuple(failed))
 
 
 def _modified(spec: Any) -> int:
@@ -203,14 +205,14 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-class Progress:
-    """How far a compilation is, seen from another thread by the objects that are there."""
+class CompileProgress:
+    """How far a compilation is: counts the object files that exist.  May be read from any thread."""
 
     def __init__(self) -> None:
         self._objects: tuple[Path, ...] = ()
 
     def begin(self, specs: Sequence[Any]) -> None:
-        """Says what will be compiled."""
+        """Sets what will be compiled."""
         self._objects = tuple(Path(path) for spec in specs for path in spec.get_object_paths())
         if specs:
             where = Path(specs[0].build_dir).parent
@@ -225,10 +227,10 @@ class Progress:
 
 
 class Compilation:
-    """A compilation in a thread of its own: weights are read meanwhile, and the compiler is another process anyway."""
+    """A compilation in a background thread, while weights are read."""
 
     def __init__(self, modules: Sequence[JitModule], cuda: str) -> None:
-        self.progress = Progress()
+        self.progress = CompileProgress()
         self._modules = tuple(modules)
         self._result: Compiled | None = None
         self._error: BaseException | None = None
@@ -238,25 +240,25 @@ class Compilation:
     def _run(self, modules: Sequence[JitModule], cuda: str) -> None:
         try:
             self._result = compile_modules(modules, cuda, self.progress)
-        # Whatever it is belongs to the thread that waits.
+        # Any exception is raised again in the thread that waits.
         except BaseException as error:  # noqa: BLE001
             self._error = error
 
     def result(self, every_s: float, tell: Callable[[str], None], check: Callable[[], None]) -> Compiled:
-        """Waits for the end; meanwhile calls ``tell`` every ``every_s`` seconds with how far it is, and ``check`` more often.
+        """Waits for the end.  Calls ``tell`` with the progress every ``every_s`` seconds, and ``check`` more often.
 
         Raises:
-            CompileError: as :func:`compile_modules`, or where the end does not come; and whatever ``check`` raises.
+            CompileError: as :func:`compile_modules`, or after a timeout; and whatever ``check`` raises.
         """
-        began = said = time.monotonic()
+        began = last = time.monotonic()
         while self._thread.is_alive():
             self._thread.join(0.2)
             check()
             if time.monotonic() - began > _LONGEST_S:
                 detail = f"not done after {_LONGEST_S:.0f} s: {self.progress.text}"
-                raise CompileError(Lack(KernelFault.COMPILE_FAILED, detail), self._modules)
-            if time.monotonic() - said >= every_s and self._thread.is_alive():
-                said = time.monotonic()
+                raise CompileError(Unsupported(KernelFault.COMPILE_FAILED, detail), self._modules)
+            if time.monotonic() - last >= every_s and self._thread.is_alive():
+                last = time.monotonic()
                 tell(self.progress.text)
         if self._error is not None:
             raise self._error

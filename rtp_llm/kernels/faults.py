@@ -1,4 +1,4 @@
-"""Everything that can keep a back end from doing an operation."""
+"""Every reason why a back end cannot do an operation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rtp_llm.errors import RtpLlmError
 
 
 class KernelFault(Enum):
-    """Why an operation cannot be had from a back end, in the order in which it is found out."""
+    """Why a back end cannot do an operation, in the order in which it is checked."""
 
     NOT_OFFERED = "the back end has no such operation"
     NOT_CUDA = "the device is not one of CUDA"

@@ -1,8 +1,8 @@
-"""Attention over pages by flashinfer (Ye et al., 2025, arXiv:2501.01005), and what of it its version 0.6.6 can do.
+"""Attention over pages by flashinfer (Ye et al., 2025, arXiv:2501.01005), and what of it version 0.6.6 supports.
 
 One module of kernels, its ``fa2``, does prefill and, through ``use_tensor_cores``, decode, with any number of query heads to a
-key/value head.  A wrapper works out on the host how to share a pass between the GPU's processors (``plan``); with
-``use_cuda_graph`` it writes that into the same tensors each time, so that a recorded ``run`` stays right.
+key/value head.  ``plan`` of a wrapper divides a pass between the GPU's processors, on the host.  With
+``use_cuda_graph`` it writes the result into the same tensors each time, so a recorded ``run`` stays right.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from rtp_llm.kernels.attention import TORCH_ATTENTION, AttentionCall, AttentionNeed, Call, LatentCall, LatentNeed, TorchPlan
 from rtp_llm.kernels.flashinfer_kernels import CAPABILITY, HALVES
-from rtp_llm.kernels.offers import JitModule, Offer
+from rtp_llm.kernels.functions import JitModule, KernelFunction
 from rtp_llm.kernels.paging import PAGE_SIZE, HostRows, PagedRows
 from rtp_llm.kernels.symbols import Symbol, called
 
@@ -150,12 +150,12 @@ class _Pages:
 
 
 def _every(rows: int, tokens: int) -> torch.Tensor:
-    """Where each row's queries begin, and where the last ones end."""
+    """Offsets of each row's queries, and the end."""
     return torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32)
 
 
 class _Wrapped:
-    """One of flashinfer's wrappers, and ``fixed`` tensors that it reads in a recorded run."""
+    """A wrapper of flashinfer, and the ``fixed`` tensors that a recorded run reads."""
 
     def __init__(self, wrapper: Any, fixed: Sequence[torch.Tensor] = ()) -> None:
         self.wrapper, self._fixed = wrapper, tuple(fixed)
@@ -165,14 +165,14 @@ class _Wrapped:
         yield from self._fixed
 
     def plan(self, **arguments: Any) -> None:
-        """Plans a pass.  The wrapper writes to memory from which it copies to the device later: not before the last copy is done."""
+        """Plans a pass, after the last plan was copied to the device: the wrapper reuses the host memory of that copy."""
         self._copied.synchronize()
         self.wrapper.plan(**arguments)
         self._copied.record()
 
 
 class FlashInferAttention:
-    """Calls flashinfer, which is imported and must have been resolved.  One pass at a time."""
+    """Calls flashinfer; its symbols must be resolved before.  One pass at a time."""
 
     def __init__(self) -> None:
         self._decode, self._prefill, self._mla = called(_DECODE_INIT), called(_PREFILL_INIT), called(_MLA_INIT)
@@ -180,10 +180,10 @@ class FlashInferAttention:
         self._made: dict[tuple[Call, bool], _Wrapped] = {}
 
     def plan(self, call: Call, rows: PagedRows) -> _Wrapped | TorchPlan:
-        """A wrapper that has planned the pass: the same one for all passes of a kind, or, for fixed rows, one of their own.
+        """A wrapper that has planned the pass.  Passes of one kind share a wrapper; fixed rows have their own.
 
-        Prompts over latents are torch's: expanded keys take a third of the products that latents take, and flashinfer's planner
-        writes beyond its memory for more than 16,384 tiles (``MLAPlan`` in its scheduler.cuh), which a long prompt has.
+        Torch does prompts over latents.  Expanded keys take a third of the products, and flashinfer's planner writes beyond its
+        memory for more than 16,384 tiles (``MLAPlan`` in its scheduler.cuh), which a long prompt has.
         """
         decode = rows.host.tokens == 1
         if isinstance(call, LatentCall) and not decode:
@@ -192,13 +192,13 @@ class FlashInferAttention:
             made = self._fixed(call, rows)
         else:
             if (call, decode) not in self._made:
-                self._made[call, decode] = self._eager(call, decode, rows.slots.device)
+                self._made[call, decode] = self._eager(call, decode, rows.cache_rows.device)
             made = self._made[call, decode]
         self.renew(made, call, rows)
         return made
 
     def renew(self, plan: _Wrapped, call: Call, rows: PagedRows) -> None:
-        """Plans a later pass in the same tensors."""
+        """Plans a later pass, in the same tensors."""
         host, pages = rows.host, _Pages.of(rows.host)
         if isinstance(call, LatentCall):
             self._plan_latent(plan, call, host, pages)
@@ -217,7 +217,7 @@ class FlashInferAttention:
             plan.plan(indptr=pages.indptr, indices=pages.indices, last_page_len=pages.last, head_dim=call.head_dim, **shared)
         else:
             plan.plan(
-                qo_indptr=_every(len(host.slots), host.tokens),
+                qo_indptr=_every(len(host.cache_rows), host.tokens),
                 paged_kv_indptr=pages.indptr,
                 paged_kv_indices=pages.indices,
                 paged_kv_last_page_len=pages.last,
@@ -228,7 +228,7 @@ class FlashInferAttention:
 
     def _plan_latent(self, plan: _Wrapped, call: LatentCall, host: HostRows, pages: _Pages) -> None:
         plan.plan(
-            qo_indptr=_every(len(host.slots), host.tokens),
+            qo_indptr=_every(len(host.cache_rows), host.tokens),
             kv_indptr=pages.indptr,
             kv_indices=pages.indices,
             kv_len_arr=pages.lengths,
@@ -266,7 +266,7 @@ class FlashInferAttention:
         return _Wrapped(self._prefill(float_workspace_buffer=workspace, kv_layout="NHD", backend=_BACKEND))
 
     def _fixed(self, call: Call, rows: PagedRows) -> _Wrapped:
-        count, device = len(rows.slots), rows.slots.device
+        count, device = len(rows.cache_rows), rows.cache_rows.device
 
         def whole(size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
@@ -298,8 +298,8 @@ class FlashInferAttention:
         return _Wrapped(wrapper, (indptr, indices, last))
 
     def _space(self, call: Call, rows: int, device: torch.device) -> torch.Tensor:
-        """Memory for partial results of prompts and of up to ``rows`` rows of decode, which all wrappers share: their kernels run one
-        after the other.  Zeros, as it is to begin with."""
+        """Memory for partial results of prompts and of up to ``rows`` rows of decode.  All wrappers share it, since their kernels run
+        one after the other.  flashinfer needs it zero at first."""
         nbytes = _WORKSPACE_BYTES
         if isinstance(call, AttentionCall):
             nbytes = max(nbytes, _partial_bytes(call, rows, torch.cuda.get_device_properties(device).multi_processor_count))
@@ -353,11 +353,11 @@ def _latent_modules(need: LatentNeed) -> Iterator[JitModule]:
     )
 
 
-#: What layers call through their ``attention``.
-OFFERS: Mapping[str, Offer] = MappingProxyType(
+#: The operations that layers call through their ``attention``.
+FUNCTIONS: Mapping[str, KernelFunction] = MappingProxyType(
     {
-        "attention.prefill": Offer((_PREFILL_INIT, _PREFILL_PLAN, _PREFILL_RUN), HALVES, CAPABILITY, _limit, _modules),
-        "attention.decode": Offer((_DECODE_INIT, _DECODE_PLAN, _DECODE_RUN), HALVES, CAPABILITY, _limit, _modules),
-        "mla.decode": Offer((_MLA_INIT, _MLA_PLAN, _MLA_RUN), HALVES, CAPABILITY, _latent_limit, _latent_modules),
+        "attention.prefill": KernelFunction((_PREFILL_INIT, _PREFILL_PLAN, _PREFILL_RUN), HALVES, CAPABILITY, _limit, _modules),
+        "attention.decode": KernelFunction((_DECODE_INIT, _DECODE_PLAN, _DECODE_RUN), HALVES, CAPABILITY, _limit, _modules),
+        "mla.decode": KernelFunction((_MLA_INIT, _MLA_PLAN, _MLA_RUN), HALVES, CAPABILITY, _latent_limit, _latent_modules),
     }
 )

@@ -1,4 +1,4 @@
-"""The operations by flashinfer (Ye et al., 2025, arXiv:2501.01005), and what of them its version 0.6.6 can do.
+"""The operations by flashinfer (Ye et al., 2025, arXiv:2501.01005), and which of them its version 0.6.6 supports.
 
 Sums and products are float32 and rounded once, at the end: results differ from torch's in the last bit of the dtype.
 """
@@ -10,8 +10,8 @@ from types import MappingProxyType
 
 import torch
 
-from rtp_llm.kernels.needs import GateNeed, Need, NormNeed, RotaryNeed
-from rtp_llm.kernels.offers import JitModule, Offer
+from rtp_llm.kernels.functions import JitModule, KernelFunction
+from rtp_llm.kernels.needs import GateNeed, KernelNeed, NormNeed, RotaryNeed
 from rtp_llm.kernels.symbols import Symbol, called
 from rtp_llm.kernels.torch_kernels import RotaryTables
 
@@ -44,7 +44,7 @@ _ROTARY_MODULE = JitModule(Symbol("flashinfer.jit.rope", "gen_rope_module"), Sym
 
 
 class FlashInferKernels:
-    """Calls flashinfer, which is imported and must have been resolved."""
+    """Calls flashinfer; its symbols must be resolved before."""
 
     def __init__(self) -> None:
         self._rms_norm = called(_RMS_NORM)
@@ -54,7 +54,7 @@ class FlashInferKernels:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = _loadable(x)
-        # Heads cut out of a wider product are taken as they lie; the kernel for whole rows is quicker for all else.
+        # Heads that are a view of a wider tensor stay strided; for all else the kernel for whole rows is quicker.
         heads = x.dim() == 3 and not x.is_contiguous()
         out: torch.Tensor = self._rms_norm(input=x if heads else x.reshape(-1, x.shape[-1]), weight=weight, eps=eps)
         return out.view(x.shape)
@@ -65,12 +65,12 @@ class FlashInferKernels:
         return normed.view(x.shape), total.view(x.shape)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        # The kernel looks at the address alone, whatever the strides.
+        # The kernel ignores strides.
         out: torch.Tensor = self._silu_and_mul(input=gate_up.contiguous())
         return out
 
     def rotary_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
-        """Cosines and sines side by side, float32 ``[tokens, rot]``, and which row of it is whose ``[tokens]``: each its own."""
+        """Cosines and sines side by side, float32 ``[tokens, rot]``, and the row of each token, ``[tokens]``."""
         half = cos.shape[-1] // 2
         return torch.cat((cos[:, :half], sin[:, :half]), dim=-1).float(), torch.arange(len(cos), device=cos.device)
 
@@ -83,7 +83,7 @@ class FlashInferKernels:
 
 
 def _loadable(x: torch.Tensor) -> torch.Tensor:
-    """``x``, or a copy of it where its rows do not begin where a thread can load a vector: kernels look at strides, and trust them."""
+    """``x``, or a copy if its rows are not aligned to vectors: kernels use strides and do not check alignment."""
     apart = _VECTOR_BYTES // x.element_size()
     aligned = x.stride(-1) == 1 and not any(stride % apart for stride in x.stride()[:-1]) and not x.data_ptr() % _VECTOR_BYTES
     return x if aligned else x.contiguous()
@@ -103,24 +103,24 @@ def _rotary_limit(need: RotaryNeed) -> str:
     return _multiple("turned elements", need.rotary_dim, _ROTARY_MULTIPLE)
 
 
-def _norm_modules(need: Need) -> Iterator[JitModule]:
+def _norm_modules(need: KernelNeed) -> Iterator[JitModule]:
     yield _NORM_MODULE
 
 
-def _gate_modules(need: Need) -> Iterator[JitModule]:
+def _gate_modules(need: KernelNeed) -> Iterator[JitModule]:
     yield _GATE_MODULE
 
 
-def _rotary_modules(need: Need) -> Iterator[JitModule]:
+def _rotary_modules(need: KernelNeed) -> Iterator[JitModule]:
     yield _ROTARY_MODULE
 
 
-#: What layers call beside attention.
-OFFERS: Mapping[str, Offer] = MappingProxyType(
+#: What layers call, without attention.
+FUNCTIONS: Mapping[str, KernelFunction] = MappingProxyType(
     {
-        "rms_norm": Offer((_RMS_NORM,), HALVES, CAPABILITY, _row_limit, _norm_modules),
-        "add_rms_norm": Offer((_ADD_RMS_NORM,), HALVES, CAPABILITY, _row_limit, _norm_modules),
-        "silu_and_mul": Offer((_SILU_AND_MUL,), HALVES, CAPABILITY, _row_limit, _gate_modules),
-        "rotate": Offer((_ROTATE,), HALVES, CAPABILITY, _rotary_limit, _rotary_modules),
+        "rms_norm": KernelFunction((_RMS_NORM,), HALVES, CAPABILITY, _row_limit, _norm_modules),
+        "add_rms_norm": KernelFunction((_ADD_RMS_NORM,), HALVES, CAPABILITY, _row_limit, _norm_modules),
+        "silu_and_mul": KernelFunction((_SILU_AND_MUL,), HALVES, CAPABILITY, _row_limit, _gate_modules),
+        "rotate": KernelFunction((_ROTATE,), HALVES, CAPABILITY, _rotary_limit, _rotary_modules),
     }
 )

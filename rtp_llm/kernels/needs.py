@@ -1,7 +1,7 @@
-"""What a layer needs of an operation: values that say all on which it depends whether a back end can do it.
+"""What a layer needs of an operation: the dtype and sizes that decide whether a back end can do it.
 
-An operation with other conditions gets a class of its own; ``op`` is its name in :class:`rtp_llm.kernels.interface.Kernels`,
-or in a table of a back end's offers.
+An operation with other conditions gets its own class.  ``op`` is its name in :class:`rtp_llm.kernels.interface.Kernels`,
+or in a back end's table of functions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class KernelNeed:
     """An operation on tensors of ``dtype``."""
 
     op: str
@@ -25,7 +25,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class NormNeed(Need):
+class NormNeed(KernelNeed):
     """``rms_norm`` or ``add_rms_norm`` over rows of ``size`` elements."""
 
     size: int
@@ -36,7 +36,7 @@ class NormNeed(Need):
 
 
 @dataclass(frozen=True, slots=True)
-class GateNeed(Need):
+class GateNeed(KernelNeed):
     """``silu_and_mul`` that gives rows of ``size`` elements."""
 
     size: int
@@ -47,7 +47,7 @@ class GateNeed(Need):
 
 
 @dataclass(frozen=True, slots=True)
-class RotaryNeed(Need):
+class RotaryNeed(KernelNeed):
     """``rotate`` of heads of ``head_dim`` elements, of which ``rotary_dim`` turn."""
 
     head_dim: int

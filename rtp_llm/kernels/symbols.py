@@ -1,4 +1,4 @@
-"""Names in other packages that are called here, and whether what is installed has them."""
+"""Functions of other packages that are called here, and whether the installed version has them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rtp_llm.kernels.faults import KernelFault
 class Symbol:
     """``name`` (dots for a method of a class) in ``module``, called with arguments by the names ``keywords``.
 
-    Everything is passed by keyword but ``positional`` first arguments (a method's ``self`` is not counted).
+    The first ``positional`` arguments (without a method's ``self``) are passed by position, all others by keyword.
     """
 
     module: str
@@ -31,17 +31,17 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """What became of a symbol: ``fault`` is None where it can be called as it will be, else ``detail`` says why not."""
+    """Whether a symbol can be called as it will be: ``fault`` is None if so, else ``detail`` says why not."""
 
     symbol: Symbol
     fault: KernelFault | None = None
     detail: str = ""
 
 
-def resolve_all(symbols: Iterable[Symbol]) -> dict[Symbol, Resolution]:
-    """Imports what is named and looks at it.  Never raises for a package that is absent, broken or strange.
+def resolve_symbols(symbols: Iterable[Symbol]) -> dict[Symbol, Resolution]:
+    """Imports each symbol and checks its signature.  A missing or broken package is a fault, never an exception.
 
-    What is wrong with a package is found once, and is then wrong with all of its names.
+    A fault of a package is found once and then holds for all its symbols.
     """
     packages: dict[str, Resolution] = {}
     found = {}
@@ -50,7 +50,7 @@ def resolve_all(symbols: Iterable[Symbol]) -> dict[Symbol, Resolution]:
         if package not in packages:
             packages[package] = _package(Symbol(package, ""))
         whole = packages[package]
-        found[symbol] = resolve(symbol) if whole.fault is None else replace(whole, symbol=symbol)
+        found[symbol] = resolve_symbol(symbol) if whole.fault is None else replace(whole, symbol=symbol)
     return found
 
 
@@ -64,14 +64,14 @@ def _package(symbol: Symbol) -> Resolution:
     return Resolution(symbol)
 
 
-def resolve(symbol: Symbol) -> Resolution:
-    """The same for one name."""
+def resolve_symbol(symbol: Symbol) -> Resolution:
+    """As :func:`resolve_symbols`, for one symbol."""
     try:
         module = imported(symbol.module)
     except NotInstalled as absent:
         return Resolution(symbol, KernelFault.NOT_INSTALLED, str(absent))
     except Broken as broken:
-        # A module that is not there, in a package that is: another version.
+        # The package is there but this module is not: another version.
         gone = isinstance(broken.cause, ModuleNotFoundError) and broken.cause.name == symbol.module and "." in symbol.module
         fault = KernelFault.SYMBOL_MISSING if gone else KernelFault.IMPORT_FAILED
         return Resolution(symbol, fault, str(broken))
@@ -79,16 +79,16 @@ def resolve(symbol: Symbol) -> Resolution:
         found = reduce(getattr, symbol.name.split("."), module)
     except AttributeError:
         return Resolution(symbol, KernelFault.SYMBOL_MISSING, f"it has no {symbol.path}")
-    lack = _lacks(symbol, found)
-    return Resolution(symbol, KernelFault.SIGNATURE, f"{symbol.path} {lack}") if lack else Resolution(symbol)
+    mismatch = _mismatch(symbol, found)
+    return Resolution(symbol, KernelFault.SIGNATURE, f"{symbol.path} {mismatch}") if mismatch else Resolution(symbol)
 
 
 def called(symbol: Symbol) -> Any:
-    """The object that a symbol which has been resolved names."""
+    """The object that a resolved symbol names."""
     return reduce(getattr, symbol.name.split("."), imported(symbol.module))
 
 
-def _lacks(symbol: Symbol, found: Any) -> str:
+def _mismatch(symbol: Symbol, found: Any) -> str:
     if not callable(found):
         return "cannot be called"
     if not symbol.keywords and parameters(found) is None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-#: Two tensors, whose meaning is the back end's own.
+#: Two tensors; what they hold depends on the back end.
 RotaryTables = tuple[torch.Tensor, torch.Tensor]
 
 
 class TorchKernels:
-    """Rounds where the models' own code rounds, so that outputs are those of transformers."""
+    """Rounds where transformers rounds, so that outputs are equal."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """The result is rounded to the dtype of ``x`` *before* the weight multiplies it, as the models were trained."""
@@ -47,8 +47,8 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 def apply_rotary_interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns the pairs ``(2i, 2i + 1)``, likewise.  The result has the first elements of all pairs, then the second ones, then
-    what passes."""
+    """The same for the pairs ``(2i, 2i + 1)``.  The result has the first elements of all pairs, then the second ones, then the
+    unchanged elements."""
     dim = cos.shape[-1]
     turned, rest = x[..., :dim], x[..., dim:]
     cos, sin = cos[..., : dim // 2], sin[..., : dim // 2]
@@ -57,5 +57,5 @@ def apply_rotary_interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
     return torch.cat((*parts, rest), dim=-1) if rest.shape[-1] else torch.cat(parts, dim=-1)
 
 
-#: What modules use until another choice is bound to them.
+#: The kernels of modules to which no others are bound.
 TORCH = TorchKernels()

@@ -78,19 +78,19 @@ def activation(name: str) -> Activation:
     return ACTIVATIONS[name]
 
 
-#: The names of the function that a kernel has, multiplication included.
+#: The names of the activation with a kernel, which includes the multiplication.
 _SILU = frozenset({"silu", "swish"})
 
 
 class Gate:
-    """``act(first half) * second half`` of the last dimension, by a kernel where there is one for the activation."""
+    """``act(first half) * second half`` of the last dimension, by a kernel if the activation has one."""
 
     def __init__(self, name: str) -> None:
         self._act = activation(name)
         self._silu = name in _SILU
 
     def needs(self, dtype: torch.dtype, size: int) -> Iterator[GateNeed]:
-        """What a call that gives rows of ``size`` elements needs of the kernels."""
+        """The need of a call that gives rows of ``size`` elements."""
         if self._silu:
             yield GateNeed("silu_and_mul", dtype, size)
 

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 from rtp_llm.kernels.attention import AttentionCall, AttentionNeed, AttentionUser, Call, attend_with_sinks
 from rtp_llm.kernels.interface import KernelUser
-from rtp_llm.kernels.needs import Need, RotaryNeed
+from rtp_llm.kernels.needs import KernelNeed, RotaryNeed
 from rtp_llm.kernels.paging import PagedRows
 from rtp_llm.kernels.torch_kernels import RotaryTables
 from rtp_llm.layers.base import Planned
 from rtp_llm.layers.cache import CacheShape, PagedCache
-from rtp_llm.layers.linear import QKVParallelLinear, RowParallelLinear
+from rtp_llm.layers.linear import HeadShape, QKVParallelLinear, RowParallelLinear
 from rtp_llm.layers.norm import RMSNorm
 from rtp_llm.parallel.groups import TensorParallel
 from rtp_llm.parallel.shard import even
@@ -26,8 +26,8 @@ from rtp_llm.plan.pieces import Piece
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Who sees whom: a boolean ``tensor`` broadcastable to ``[batch, heads, queries, keys]`` (True: is seen), or plain
-    ``causal``, for which kernels need no tensor; neither means that all see all."""
+    """Which keys a query sees: a boolean ``tensor`` broadcastable to ``[batch, heads, queries, keys]`` (True: seen), or ``causal``,
+    for which kernels need no tensor.  Without both every query sees all keys."""
 
     tensor: torch.Tensor | None = None
     causal: bool = False
@@ -43,7 +43,7 @@ def causal_mask(tokens: int, window: int | None, device: torch.device) -> Mask:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """A pass with a cache: its rows, and what each kind of attention has worked out for them."""
+    """A pass with a cache: its rows, and the plan of each kind of attention."""
 
     cache: PagedCache
     rows: PagedRows
@@ -52,8 +52,8 @@ class Paged:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What all layers of one forward pass share: the rotary tables ``[batch * seq, dim]`` where the model has them, and what kernels
-    made of them; with a cache ``paged``, without one a mask for each window that a layer has (None: no window)."""
+    """What all layers of a forward pass share: rotary tables ``[batch * seq, dim]``, if any, and the kernels' form of them.
+    With a cache ``paged``; without one a mask for each window (None: no window)."""
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     tables: RotaryTables | None = None
@@ -65,8 +65,8 @@ class Step:
 class AttentionShape:
     """Sizes of one attention block, over all ranks; ``norm_eps`` asks for RMS norms on each query and key head.
 
-    ``rotary_dim``: the elements of a head that are turned; None where nothing is.  ``sinks``: each query head has a learnt score
-    that takes its share of the softmax and stands for no token.
+    ``rotary_dim``: rotated elements of a head; None without rotation.  ``sinks``: each query head has a learnt score that takes
+    a share of the softmax and belongs to no token.
     """
 
     hidden_size: int
@@ -109,9 +109,8 @@ class Attention(KernelUser, AttentionUser):
         self.layer = layer
         self.window = window
         self.head_dim = shape.head_dim
-        self.qkv = QKVParallelLinear(
-            slot, shape.hidden_size, shape.heads, shape.kv_heads, shape.head_dim, bias=shape.qkv_bias, tp=tp, dtype=dtype
-        )
+        heads = HeadShape(shape.heads, shape.kv_heads, shape.head_dim)
+        self.qkv = QKVParallelLinear(slot, shape.hidden_size, heads, bias=shape.qkv_bias, tp=tp, dtype=dtype)
         width = shape.heads * shape.head_dim
         self.o = RowParallelLinear(f"{slot}.o", width, shape.hidden_size, bias=shape.output_bias, tp=tp, dtype=dtype)
         eps = shape.norm_eps
@@ -121,8 +120,8 @@ class Attention(KernelUser, AttentionUser):
         self.rotary_dim = shape.rotary_dim
         self.call = AttentionCall(self.qkv.heads, self.qkv.kv_heads, shape.head_dim, dtype, window, shape.sinks)
 
-    def kernel_needs(self) -> Iterator[Need]:
-        # Encoders turn nothing and have no cache.
+    def kernel_needs(self) -> Iterator[KernelNeed]:
+        # Encoders have no rotation and no cache.
         if self.rotary_dim is not None:
             yield RotaryNeed("rotate", self.call.dtype, self.head_dim, self.rotary_dim, False)
             yield AttentionNeed("attention.prefill", self.call.dtype, self.call)
@@ -130,7 +129,7 @@ class Attention(KernelUser, AttentionUser):
 
     @property
     def cache_shape(self) -> CacheShape:
-        """What this layer keeps of each token: a key and a value for each of its heads."""
+        """A key and a value for each token and local head."""
         return CacheShape(((self.qkv.kv_heads, self.head_dim),) * 2)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:

@@ -15,22 +15,22 @@ from rtp_llm.plan.pieces import ExpertSlots, Fill, ParamSpec, Piece
 
 
 class Planned(nn.Module):
-    """A module that owns parameters: it says which parts of which slots tile each of them, for its rank.
+    """A module with parameters, each tiled by parts of slots, for its rank.
 
-    Parameters are created on the ``meta`` device, in their final local shape and dtype; the loader allocates them once
-    and fills them through the plan.  A module never loads anything itself.
+    Parameters are on the ``meta`` device, in their final local shape and dtype.  The loader allocates them once and fills them
+    by the plan.
     """
 
     def tiles(self) -> Mapping[str, tuple[Piece | Fill | DerivedTile, ...]]:
-        """For each of this module's own parameters, by attribute name, the pieces and fills that tile it."""
+        """The tiles of each of this module's own parameters, by attribute name."""
         raise AssertionError(f"{type(self).__name__} states no tiles")
 
     def exact(self) -> frozenset[str]:
-        """Parameters, by attribute name, that the checkpoint must hold in no narrower dtype than their own."""
+        """Attribute names of parameters whose dtype in the checkpoint must not be narrower."""
         return frozenset()
 
     def experts(self) -> ExpertSlots | None:
-        """The slots of all experts, where this module holds some of them."""
+        """The slots of all experts, if this module holds some of them."""
         return None
 
     def declare(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:

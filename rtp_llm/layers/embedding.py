@@ -16,11 +16,10 @@ from rtp_llm.plan.pieces import Fill, Piece
 
 
 class VocabParallelEmbedding(Planned):
-    """One row a token, split by rows: contiguous shares of the padded vocabulary, in rank order.
+    """A table split by rows: contiguous shares of the padded vocabulary, in rank order.
 
-    Parameter: ``weight [padded vocabulary / tp, hidden]``; rows beyond the real vocabulary are zeros, which a rank may
-    hold nothing but.  Ids must lie in ``[0, vocab_size)``; the model checks them, since a rank cannot tell a bad id
-    from another rank's.
+    Parameter: ``weight [padded vocabulary / tp, hidden]``; padding rows are zeros.  Ids must be in ``[0, vocab_size)``; the model
+    checks them, since a rank cannot tell a bad id from another rank's.
     """
 
     weight: nn.Parameter
@@ -37,7 +36,7 @@ class VocabParallelEmbedding(Planned):
     def tiles(self) -> dict[str, tuple[Piece | Fill, ...]]:
         start, stop = self.span
         real, columns = stop - start, (0, self.hidden_size)
-        # Stated even where it is empty: every rank's model has the table, though all of this one's share may be padding.
+        # Also if it is empty: this rank's share may be all padding.
         rows = Piece(f"{self.slot}.weight", (self.vocab_size, self.hidden_size), (self.span, columns), ((0, real), columns))
         tiles: list[Piece | Fill] = [rows]
         if self.padding:
@@ -56,7 +55,7 @@ class VocabParallelEmbedding(Planned):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden [..., hidden] -> [..., vocab_size]``: scores of the real vocabulary, the same on all ranks.
 
-        This makes a tied head: embedding and head are one parameter because they are one module.
+        A tied head is this method: embedding and head are one module.
         """
         return self.tp.all_gather(F.linear(hidden, self.weight))[..., : self.vocab_size]
 
@@ -65,7 +64,7 @@ class VocabParallelEmbedding(Planned):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """A head with a weight of its own; a tied one is the embedding's ``logits``."""
+    """An untied head; a tied one is the embedding's ``logits``."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden [..., hidden] -> [..., vocab_size]``."""

@@ -75,7 +75,7 @@ class EncoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """An encoder; ``pooler`` is there where the checkpoint holds one."""
+    """An encoder, with a ``pooler`` if the checkpoint has one."""
 
     def __init__(self, embed: EncoderEmbedding, layers: Sequence[EncoderLayer], pooler: ReplicatedLinear | None) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ class LayerFault(Enum):
     BAD_INPUT = "a tensor that the model cannot take"
     CACHE_TOO_SMALL = "the KV cache has no room for the tokens"
     NO_PAGES = "the KV cache has no free pages for the tokens"
-    NO_SLOT = "the KV cache has no place for another sequence"
+    NO_CACHE_ROW = "the KV cache has no row for another sequence"
     NO_POOLER = "the checkpoint holds no pooler"
     INTERNAL = "a layer of rtp-llm does not do what it has to"
 

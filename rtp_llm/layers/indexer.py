@@ -1,7 +1,7 @@
 """The indexer of DeepSeek's sparse attention (DeepSeek-V3.2-Exp, 2025): which tokens a token attends to.
 
 The published kernels rotate queries and keys by a Hadamard matrix and score them in FP8; the rotation keeps every dot
-product, and the FP8 is a matter of speed, so both are left out.
+product, and FP8 only makes it faster, so both are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class IndexerShape:
-    """``heads`` queries and one key of ``head_dim`` elements, of which the first are rotated; ``top_k`` tokens are chosen."""
+    """``heads`` queries and one key of ``head_dim`` elements, of which the first are rotated; it selects ``top_k`` tokens."""
 
     heads: int
     head_dim: int
@@ -38,8 +38,8 @@ class IndexerShape:
 class Indexer(nn.Module):
     """Slots ``{slot}.q [heads * head_dim, q_lora_rank]``, ``.k [head_dim, hidden]``, ``.k_norm`` and ``.weights [heads, hidden]``.
 
-    All is whole on every rank, so that all ranks choose the same tokens.  The norm of keys is computed and kept in
-    float32, as published.  Rotation pairs ``(i, i + dim / 2)`` here, whatever the attention does.
+    Every rank has the whole indexer, so all select the same tokens.  The norm of keys is float32, as published.  Rotation pairs
+    ``(i, i + dim / 2)``, whatever the attention uses.
     """
 
     def __init__(self, slot: str, shape: IndexerShape, hidden_size: int, q_lora_rank: int, *, dtype: torch.dtype) -> None:
@@ -65,9 +65,9 @@ class Indexer(nn.Module):
     ) -> torch.Tensor:
         """The mask of the tokens that each query sees, ``bool [batch, 1, seq, length]``.
 
-        ``keys [batch, length, head_dim]`` are all those that there are; ``x`` and ``q_latent`` are the queries' hidden states and
-        latents, ``[batch, seq, ...]``.  ``seen [batch or 1, 1, seq, length]`` says which of them a query may choose; None: those up
-        to its own, where the queries' own keys are the last ones.
+        ``keys [batch, length, head_dim]``: all keys.  ``x`` and ``q_latent``: the queries' hidden states and latents, ``[batch, seq,
+        ...]``.  ``seen [batch or 1, 1, seq, length]``: keys that a query may select; None: up to its own, where the queries'
+        own keys are the last ones.
         """
         q = self.q(q_latent).flatten(0, 1).unflatten(-1, (-1, self.shape.head_dim))
         if rotary is not None:
@@ -85,5 +85,5 @@ class Indexer(nn.Module):
         """``bool [batch, block, length]`` of one block of queries."""
         scores = (F.relu(q.float() @ keys) * weights[..., None]).sum(dim=1)
         best = scores.masked_fill(~seen, float("-inf")).topk(self.top_k, dim=-1).indices
-        # A query with fewer tokens before it than top_k gets some that it may not see.
+        # topk also returns unseen tokens for a query with fewer than top_k before it.
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & seen

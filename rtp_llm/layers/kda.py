@@ -1,7 +1,7 @@
 """Kimi Delta Attention (Kimi Linear, 2025, arXiv:2510.26692): linear attention with a state instead of a KV cache.
 
-Each head keeps a matrix ``S [key, value]``.  A token lets it decay, a factor for each key element, then corrects what it
-recalls for the token's key (the delta rule), then reads it with the token's query.  :func:`delta_rule` does this a chunk
+Each head keeps a matrix ``S [key, value]``.  Each token first decays it, by a factor for each key element.  It then corrects
+the value for the token's key (the delta rule), and reads the value for its query.  :func:`delta_rule` does this a chunk
 of tokens at a time.
 """
 
@@ -90,7 +90,7 @@ def _chunk(
     faded = total.exp()
     wanted = beta[..., None] * (v - (k * faded) @ state)
     overlap = torch.einsum("bhic,bhjc,bhijc->bhij", k, k, between) * beta[..., None]
-    # A token alone corrects nothing but itself, and a decode step is made of such.
+    # A single token, as in decode, has no other corrections to solve for.
     corrections = wanted if size == 1 else torch.linalg.solve_triangular(overlap, wanted, upper=False, unitriangular=True)
     read = torch.einsum("bhic,bhjc,bhijc->bhij", q, k, between)
     out = (q * faded) @ state + read @ corrections
@@ -104,7 +104,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 class ShortConvolution(Planned):
-    """A causal convolution of each channel of queries, keys and values by itself.
+    """A depthwise causal convolution of queries, keys and values.
 
     Parameter: ``weight [3 * width / tp, 1, kernel]``, filled by ``{slot}.q_conv.weight``, ``.k_conv.weight`` and
     ``.v_conv.weight``, each ``[width, 1, kernel]`` split by rows.
@@ -128,8 +128,9 @@ class ShortConvolution(Planned):
         }
 
     def forward(self, x: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x [batch, channels, seq]`` behind the inputs ``before [batch, channels, kernel - 1]``: the result, of ``x``'s shape,
-        and the inputs that the next token reaches back to."""
+        """Convolves ``x [batch, channels, seq]`` after the inputs ``before [batch, channels, kernel - 1]``.
+
+        Returns the result, of ``x``'s shape, and the inputs before the next token."""
         reached = torch.cat((before, x), dim=-1)
         out = F.conv1d(reached, self.weight, groups=x.shape[1])
         return out, reached[..., reached.shape[-1] - (self.kernel - 1) :]
@@ -189,10 +190,10 @@ class KimiDeltaAttention(nn.Module):
     """``x [batch, seq, hidden] -> [batch, seq, hidden]``, split over heads.
 
     Slots under ``{slot}``: ``.q``, ``.k``, ``.v`` and their ``_conv``; ``.f_a``, ``.f_b``, ``.a_log``, ``.dt_bias`` (decay); ``.b`` (how
-    much is corrected); ``.g_a``, ``.g_b``, ``.o_norm`` (output gate); ``.o``.  Nothing of it depends on positions.
+    much is corrected); ``.g_a``, ``.g_b``, ``.o_norm`` (output gate); ``.o``.  It uses no positions.
 
-    The cache holds two states of a sequence: the inputs ``[channels, taps]`` that the next convolution reaches back to, and the
-    float32 matrices ``[heads, head_dim, head_dim]``.
+    The cache holds two states of a sequence: the inputs ``[channels, taps]`` of the next convolution, and the float32
+    matrices ``[heads, head_dim, head_dim]``.
     """
 
     window: None = None

@@ -1,8 +1,8 @@
 """Linear layers over tensor-parallel ranks (Megatron-LM: Shoeybi et al., 2019, arXiv:1909.08053).
 
-All of them are one class: a stack of *parts*, each the rows of one logical matrix that this rank holds, over one span
-of input columns.  What the named layers add is which rows and columns those are.  Weights are ``[out, in]`` as in
-``torch.nn.Linear``; a part called ``s`` is filled by the slots ``s.weight`` and ``s.bias``.
+All of them are one class: a stack of *parts*, each with rows of one logical matrix, over one span of input columns.  The
+subclasses choose rows and columns.  Weights are ``[out, in]`` as in ``torch.nn.Linear``; the slots ``s.weight`` and
+``s.bias`` fill the part ``s``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rtp_llm.quantization.forms import Matrix
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LinearPart:
     """Rows ``span`` of the logical matrix ``slot``, which has ``size`` rows in all."""
 
     slot: str
@@ -39,14 +39,14 @@ class Part:
 class Linear(Quantisable):
     """``x[..., columns] -> x W^T + b [..., rows of all parts]``, on one rank, without any collective.
 
-    Parameters: ``weight [rows, columns]`` and, where ``bias``, ``bias [rows]``, both of ``dtype``; in place of ``weight`` the
-    tensors of a quantisation scheme, once it has been adopted.
+    Parameters: ``weight [rows, columns]`` and, where ``bias``, ``bias [rows]``, both of ``dtype``; with a quantisation scheme its
+    tensors replace ``weight``.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, parts: Sequence[Part], in_size: int, in_span: Span, *, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(self, parts: Sequence[LinearPart], in_size: int, in_span: Span, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.parts = tuple(parts)
         self.in_size = in_size
@@ -74,9 +74,9 @@ class Linear(Quantisable):
         return {"weight": tuple(weight), "bias": tuple(bias)} | self.held_tiles()
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x W^T + bias``, whatever holds ``W``: by the kernel that was chosen at start-up, else dequantised.
+        """``x W^T + bias``, by the kernel chosen at start-up, else with dequantised weights.
 
-        Kernels give bfloat16; for a model that asks for more, weights are dequantised.
+        Kernels give bfloat16, so models of another dtype use dequantised weights.
         """
         if not self.held:
             return F.linear(x, self.weight, bias)
@@ -84,7 +84,7 @@ class Linear(Quantisable):
         return F.linear(x, self.dense(WEIGHT).to(x.dtype), bias) if kernel is None or x.dtype != torch.bfloat16 else kernel(x, bias)
 
     def matrix(self, dtype: torch.dtype) -> torch.Tensor:
-        """``W [out, in]`` in ``dtype``, dequantised for as long as it is used where it is held otherwise."""
+        """``W [out, in]`` in ``dtype``; a temporary tensor if it is quantised."""
         return self.weight.to(dtype) if not self.held else self.dense(WEIGHT).to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -100,19 +100,19 @@ class ReplicatedLinear(Linear):
     """The whole matrix on every rank."""
 
     def __init__(self, slot: str, in_size: int, out_size: int, *, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__([Part(slot, out_size, (0, out_size))], in_size, (0, in_size), bias=bias, dtype=dtype)
+        super().__init__([LinearPart(slot, out_size, (0, out_size))], in_size, (0, in_size), bias=bias, dtype=dtype)
 
 
 class MergedColumnParallelLinear(Linear):
     """Several matrices over one input, each split by output rows: gate and up as one product.
 
-    Returns the ranks' shares side by side, ``[..., sum(out_sizes) / tp]``, in the order of ``slots``.
+    Returns this rank's share of each output, concatenated, ``[..., sum(out_sizes) / tp]``, in the order of ``slots``.
     """
 
     def __init__(
         self, slots: Sequence[str], in_size: int, out_sizes: Sequence[int], *, bias: bool, tp: TensorParallel, dtype: torch.dtype
     ) -> None:
-        parts = [Part(slot, size, even(size, tp.size, tp.rank)) for slot, size in zip(slots, out_sizes, strict=True)]
+        parts = [LinearPart(slot, size, even(size, tp.size, tp.rank)) for slot, size in zip(slots, out_sizes, strict=True)]
         super().__init__(parts, in_size, (0, in_size), bias=bias, dtype=dtype)
 
 
@@ -123,6 +123,15 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
         super().__init__([slot], in_size, [out_size], bias=bias, tp=tp, dtype=dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """The heads of one attention block, over all ranks, each of ``head_dim`` elements."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
 class QKVParallelLinear(Linear):
     """Query, key and value as one product, split by heads; with more ranks than KV heads, ranks share a KV head.
 
@@ -130,13 +139,11 @@ class QKVParallelLinear(Linear):
     local heads; ``sizes`` splits it into q, k and v.
     """
 
-    def __init__(
-        self, slot: str, in_size: int, heads: int, kv: int, head_dim: int, *, bias: bool, tp: TensorParallel, dtype: torch.dtype
-    ) -> None:
-        q = even(heads, tp.size, tp.rank)
-        k = kv_heads(kv, tp.size, tp.rank)
-        spans = {"q": (heads, q), "k": (kv, k), "v": (kv, k)}
-        parts = [Part(f"{slot}.{name}", n * head_dim, (a * head_dim, b * head_dim)) for name, (n, (a, b)) in spans.items()]
+    def __init__(self, slot: str, in_size: int, shape: HeadShape, *, bias: bool, tp: TensorParallel, dtype: torch.dtype) -> None:
+        q, k = even(shape.heads, tp.size, tp.rank), kv_heads(shape.kv_heads, tp.size, tp.rank)
+        spans = {"q": (shape.heads, q), "k": (shape.kv_heads, k), "v": (shape.kv_heads, k)}
+        head_dim = shape.head_dim
+        parts = [LinearPart(f"{slot}.{name}", n * head_dim, (a * head_dim, b * head_dim)) for name, (n, (a, b)) in spans.items()]
         super().__init__(parts, in_size, (0, in_size), bias=bias, dtype=dtype)
         self.heads = q[1] - q[0]
         self.kv_heads = k[1] - k[0]
@@ -155,7 +162,7 @@ class RowParallelLinear(Linear):
     """
 
     def __init__(self, slot: str, in_size: int, out_size: int, *, bias: bool, tp: TensorParallel, dtype: torch.dtype) -> None:
-        super().__init__([Part(slot, out_size, (0, out_size))], in_size, even(in_size, tp.size, tp.rank), bias=bias, dtype=dtype)
+        super().__init__([LinearPart(slot, out_size, (0, out_size))], in_size, even(in_size, tp.size, tp.rank), bias=bias, dtype=dtype)
         self.tp = tp
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

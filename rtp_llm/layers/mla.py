@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from rtp_llm.kernels.attention import AttentionUser, LatentCall, LatentNeed, TorchPlan
 from rtp_llm.kernels.interface import KernelUser
-from rtp_llm.kernels.needs import Need, RotaryNeed
+from rtp_llm.kernels.needs import KernelNeed, RotaryNeed
 from rtp_llm.layers.attention import Paged, Step
 from rtp_llm.layers.cache import CacheShape
 from rtp_llm.layers.indexer import Indexer, IndexerShape
@@ -26,7 +26,7 @@ from rtp_llm.layers.rotary import RopeParameters
 from rtp_llm.parallel.groups import TensorParallel
 from rtp_llm.parallel.shard import even
 
-#: The norms of the latents have an epsilon of their own in every published model, whatever ``rms_norm_eps`` says.
+#: The epsilon of the latents' norms in every published model, whatever ``rms_norm_eps`` says.
 LATENT_NORM_EPS = 1e-6
 
 
@@ -34,11 +34,11 @@ LATENT_NORM_EPS = 1e-6
 class MLAShape:
     """Sizes of one attention block, over all ranks.
 
-    ``q_lora_rank``: the width of the queries' latent; None where queries come straight from the hidden state.
+    ``q_lora_rank``: the width of the queries' latent; None if queries come from the hidden state.
     ``nope_dim``, ``rope_dim``: elements of a query or key head without and with rotation; ``value_dim``: of a value head.
-    ``scale``: what scores are multiplied by before the softmax.
+    ``scale``: the factor of scores before the softmax.
     ``interleaved``: rotation turns the pairs ``(2i, 2i + 1)``, not ``(i, i + rope_dim / 2)``.
-    ``rotated``: whether anything is turned at all.
+    ``rotated``: whether there is a rotation.
     ``bias``: the latent and the output projections have biases.
     """
 
@@ -64,8 +64,7 @@ class MLAShape:
 def softmax_scale(head_dim: int, rope: RopeParameters | None = None) -> float:
     """``head_dim ** -0.5``, times the square of YaRN's temperature where ``mscale_all_dim`` asks for it.
 
-    The tables' own factor (``mscale / mscale_all_dim``) is the rotary's business; this one also reaches the elements
-    that do not turn.
+    The tables have their own factor (``mscale / mscale_all_dim``); this one also scales elements without rotation.
     """
     scale = 1 / math.sqrt(head_dim)
     if rope is None or not rope.mscale_all_dim:
@@ -82,8 +81,8 @@ class MultiHeadLatentAttention(KernelUser, AttentionUser):
     key, ``[kv_lora_rank + rope_dim, hidden]``), ``.kv_a_norm``, ``.kv_b`` (a head's key without rotation, then its value),
     ``.o``; the indexer's under ``{slot}.index``.
 
-    The cache holds latents, shared keys and the indexer's keys, if any: the same on every rank, and a fraction of what keys and
-    values of all heads would take.
+    The cache holds latents, shared keys and the indexer's keys, if any.  They are the same on every rank, and far smaller than
+    keys and values of all heads.
     """
 
     window: None = None
@@ -114,7 +113,7 @@ class MultiHeadLatentAttention(KernelUser, AttentionUser):
         heads = even(shape.heads, tp.size, tp.rank)
         self.call = LatentCall(heads[1] - heads[0], latent, shape.rope_dim, shape.scale, dtype)
 
-    def kernel_needs(self) -> Iterator[Need]:
+    def kernel_needs(self) -> Iterator[KernelNeed]:
         if self.shape.rotated:
             yield RotaryNeed("rotate", self.call.dtype, self.shape.rope_dim, self.shape.rope_dim, self.shape.interleaved)
         yield LatentNeed("mla.decode", self.call.dtype, self.call, self.indexer is not None)
@@ -154,22 +153,22 @@ class MultiHeadLatentAttention(KernelUser, AttentionUser):
     def _paged(
         self, q: torch.Tensor, kept: list[torch.Tensor], x: torch.Tensor, source: torch.Tensor, step: Step, paged: Paged
     ) -> torch.Tensor:
-        """Attention over all that the cache has of each row, ``[tokens, local heads, value_dim]``."""
+        """Attention over the cached tokens of each row, ``[tokens, local heads, value_dim]``."""
         latent, shared, *index = paged.cache.write(self.layer, paged.rows, *kept)
         plan = paged.plans[self.call]
         if self.indexer is not None:
-            # Back ends that have other plans do not have sparse attention, and were not chosen.
+            # Only torch has sparse attention, so the plan is a TorchPlan.
             keys = plan.gather(index[0])
             if keys.shape[1] > self.indexer.top_k:
                 plan = replace(plan, mask=self.indexer.select(x, source, step.rotary, keys, plan.mask), causal=False)
         if isinstance(plan, TorchPlan) and x.shape[1] > 1:
-            # Many queries are cheaper against expanded keys, which are narrower than latents, whoever attends in decode.
+            # For many queries expanded keys are cheaper: they are narrower than latents.
             return plan.sdpa(q, *self._expanded(plan.gather(latent), plan.gather(shared)))
         return self._absorbed(plan, q, latent, shared)
 
     def _absorbed(self, plan: Any, q: torch.Tensor, latent: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-        """The same sums in another order (section 2.1.2 of the paper): what expands latents is multiplied with queries and with
-        what was attended to, so that pages are read as they lie."""
+        """The same with absorbed up projections (section 2.1.2 of the paper): they are applied to queries and to the result, so
+        pages are read without expanding latents."""
         shape = self.shape
         up = self.kv_b.matrix(q.dtype).unflatten(0, (q.shape[1], -1))
         up_k, up_v = up.split((shape.nope_dim, shape.value_dim), dim=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,17 +15,26 @@ from rtp_llm.layers.linear import ColumnParallelLinear, MergedColumnParallelLine
 from rtp_llm.parallel.groups import TensorParallel
 
 
+@dataclass(frozen=True, slots=True)
+class MLPShape:
+    """Sizes of a feed-forward block, over all ranks; ``act`` is the activation's name, and ``bias`` is that of every matrix."""
+
+    hidden_size: int
+    intermediate_size: int
+    act: str
+    bias: bool = False
+
+
 class GatedMLP(KernelUser):
     """``down(act(gate(x)) * up(x))`` (Shazeer, 2020, arXiv:2002.05202); slots ``{slot}.gate``, ``.up`` and ``.down``."""
 
-    def __init__(
-        self, slot: str, hidden_size: int, intermediate_size: int, act: str, *, bias: bool, tp: TensorParallel, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, slot: str, shape: MLPShape, *, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
-        slots, sizes = (f"{slot}.gate", f"{slot}.up"), (intermediate_size, intermediate_size)
-        self.gate_up = MergedColumnParallelLinear(slots, hidden_size, sizes, bias=bias, tp=tp, dtype=dtype)
-        self.down = RowParallelLinear(f"{slot}.down", intermediate_size, hidden_size, bias=bias, tp=tp, dtype=dtype)
-        self.act = Gate(act)
+        hidden, intermediate, bias = shape.hidden_size, shape.intermediate_size, shape.bias
+        slots = (f"{slot}.gate", f"{slot}.up")
+        self.gate_up = MergedColumnParallelLinear(slots, hidden, (intermediate, intermediate), bias=bias, tp=tp, dtype=dtype)
+        self.down = RowParallelLinear(f"{slot}.down", intermediate, hidden, bias=bias, tp=tp, dtype=dtype)
+        self.act = Gate(shape.act)
         self.dtype = dtype
 
     def kernel_needs(self) -> Iterator[GateNeed]:
@@ -39,13 +49,12 @@ class GatedMLP(KernelUser):
 class MLP(nn.Module):
     """``down(act(up(x)))``; slots ``{slot}.up`` and ``{slot}.down``."""
 
-    def __init__(
-        self, slot: str, hidden_size: int, intermediate_size: int, act: str, *, bias: bool, tp: TensorParallel, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, slot: str, shape: MLPShape, *, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
-        self.up = ColumnParallelLinear(f"{slot}.up", hidden_size, intermediate_size, bias=bias, tp=tp, dtype=dtype)
-        self.down = RowParallelLinear(f"{slot}.down", intermediate_size, hidden_size, bias=bias, tp=tp, dtype=dtype)
-        self.act = activation(act)
+        hidden, intermediate, bias = shape.hidden_size, shape.intermediate_size, shape.bias
+        self.up = ColumnParallelLinear(f"{slot}.up", hidden, intermediate, bias=bias, tp=tp, dtype=dtype)
+        self.down = RowParallelLinear(f"{slot}.down", intermediate, hidden, bias=bias, tp=tp, dtype=dtype)
+        self.act = activation(shape.act)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.down(self.act(self.up(x)))

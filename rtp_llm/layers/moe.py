@@ -14,7 +14,7 @@ from rtp_llm.kernels.interface import KernelUser
 from rtp_llm.kernels.needs import GateNeed
 from rtp_llm.layers.activation import ClampedGate, Gate
 from rtp_llm.layers.linear import ReplicatedLinear
-from rtp_llm.layers.mlp import GatedMLP
+from rtp_llm.layers.mlp import GatedMLP, MLPShape
 from rtp_llm.layers.quantised import Quantisable
 from rtp_llm.layers.router import Router, Routing
 from rtp_llm.parallel.experts import replicas
@@ -74,7 +74,7 @@ class MoE(nn.Module):
         self.shared: GatedMLP | None = None
         self.shared_gate: ReplicatedLinear | None = None
         if shape.shared_size is not None:
-            self.shared = GatedMLP(f"{at}.shared", hidden, shape.shared_size, shape.act, bias=False, tp=groups.tp, dtype=dtype)
+            self.shared = GatedMLP(f"{at}.shared", MLPShape(hidden, shape.shared_size, shape.act), tp=groups.tp, dtype=dtype)
             if shape.shared_gate:
                 self.shared_gate = ReplicatedLinear(f"{at}.shared_gate", hidden, 1, bias=False, dtype=dtype)
 
@@ -89,12 +89,12 @@ class MoE(nn.Module):
 
 
 class Experts(Quantisable, KernelUser):
-    """This rank's shards of its experts, and what they add to the sum over all ranks.
+    """This rank's shards of its experts, and their contribution to the sum over all ranks.
 
-    Parameters: ``gate_up [local experts, 2 * intermediate / tp, hidden]`` (gate above up, or their rows in turn) and
-    ``down [local experts, hidden, intermediate / tp]``; in place of each the tensors of a quantisation scheme, once adopted.
-    With biases ``gate_up_bias [local experts, 2 * intermediate / tp]`` and ``down_bias [local experts, hidden]``: the latter whole
-    on every rank, of which the first of a tensor-parallel group adds it, so that the sum has it once.
+    Parameters: ``gate_up [local experts, 2 * intermediate / tp, hidden]`` (gate above up, or their rows in turn) and ``down
+    [local experts, hidden, intermediate / tp]``; with a quantisation scheme its tensors replace them.  With biases
+    ``gate_up_bias [local experts, 2 * intermediate / tp]`` and ``down_bias [local experts, hidden]``: the latter whole on every
+    rank; the first rank of a tensor-parallel group adds it.
     """
 
     gate_up: nn.Parameter
@@ -144,7 +144,7 @@ class Experts(Quantisable, KernelUser):
         """The rows and columns of a part that this rank holds."""
         if part == "down":
             return (0, self.hidden_size), self.span
-        # Rows of gate and up that take turns are divided in pairs.
+        # Alternating rows of gate and up are split in pairs.
         each = self.shapes[part][0] // self.intermediate_size
         return (each * self.span[0], each * self.span[1]), (0, self.hidden_size)
 
@@ -178,8 +178,8 @@ class Experts(Quantisable, KernelUser):
     def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """``x [tokens, hidden]``, ``weights`` and ``chosen [tokens, top_k]`` to this rank's part of the sum, ``[tokens, hidden]``.
 
-        Pairs of token and expert are sorted by the expert's place, so that each expert sees one run of rows; pairs of other
-        ranks come last and belong to no run.  Nothing waits for the device.
+        Pairs of token and expert are sorted by the expert's place, so each expert has one run of rows.  Pairs of other ranks
+        come last and belong to no run.  Nothing waits for the device.
         """
         local = len(self.owners[self.rank])
         places = self._places(chosen)
@@ -193,12 +193,12 @@ class Experts(Quantisable, KernelUser):
             rows = rows + self.down_bias[by_place.clamp(max=local - 1)]
         by_token = torch.empty_like(rows)
         by_token[order] = rows
-        # Rows of no run hold anything, even NaN, which a weight of zero would not undo.
+        # Rows of no run may be NaN, which a weight of zero would keep.
         kept = by_token.view(*chosen.shape, -1).masked_fill((places == local)[..., None], 0)
         return (kept * weights[..., None]).sum(dim=1).to(x.dtype)
 
     def _products(self, x: torch.Tensor, attribute: str, ends: torch.Tensor) -> torch.Tensor:
-        """Each run of rows times its expert's matrix; a quantised one is dequantised for as long as its run takes."""
+        """Each run of rows times its expert's matrix, which is dequantised temporarily if it is quantised."""
         if attribute not in self.held:
             return grouped_linear(x, getattr(self, attribute), ends)
         places = range(len(self.owners[self.rank]))
@@ -209,18 +209,18 @@ class Experts(Quantisable, KernelUser):
         return self.dense(attribute, place).to(dtype)
 
     def host_bound(self) -> str:
-        """Why this layer waits for the device, so that no pass can be recorded as a CUDA graph; empty where it does not."""
+        """Why this layer waits for the device, which a CUDA graph cannot record; empty if it does not."""
         weights = (self.gate_up, self.down) if not self.held else ()
-        # Elsewhere torch's own grouped product asks the device where the runs end.
+        # On other GPUs torch's grouped product reads ``ends`` on the host.
         grouped = _grouped_mm is not None and all(weight.dtype == torch.bfloat16 and _aligned(weight, weight) for weight in weights)
         if weights and grouped and self.gate_up.is_cuda and torch.cuda.get_device_capability(self.gate_up.device) >= _GROUPED_CAPABILITY:
             return ""
         return "experts are multiplied one by one (quantised, not bfloat16, of odd sizes, or on a GPU without grouped products)"
 
     def _places(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Where on this rank the chosen expert's copy for this token is; ``local experts`` where it is on another rank.
+        """The place on this rank of the expert's copy for each token; ``local experts`` if it is on another rank.
 
-        Copies of an expert take turns by the token's number, which all ranks know: each pair is computed exactly once.
+        Token ``i`` uses copy ``i`` mod the number of copies, on all ranks, so each pair is computed once.
         """
         if self._tables is None or self._tables[0].device != chosen.device:
             self._tables = self._make_tables(chosen.device)
@@ -239,19 +239,19 @@ class Experts(Quantisable, KernelUser):
 
 
 def _attribute(part: str) -> str:
-    """The weight that a matrix of an expert is a part of."""
+    """The attribute of the weight that holds a part of an expert."""
     return "down" if part == "down" else "gate_up"
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Run ``g`` of the rows of ``x [rows, in]`` times ``weight[g]^T`` of ``weight [groups, out, in]``: ``[rows, out]``.
 
-    ``ends[g]`` (int32) is where run ``g`` ends and the next one begins; rows behind the last run come out undefined.
+    ``ends[g]`` (int32) is where run ``g`` ends and the next one begins; rows after the last run are undefined.
     """
     if _grouped_mm is not None and _aligned(x, weight):
         out: torch.Tensor = _grouped_mm(x, weight.transpose(1, 2), offs=ends)
         return out
-    # Sizes that no published model has, float64, and builds without the kernel: one product a run.
+    # Odd sizes, float64, and builds without the kernel: one product for each run.
     return runs_linear(x, (partial(_same, matrix) for matrix in weight), weight.shape[1], ends)
 
 
@@ -260,7 +260,7 @@ def _same(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def runs_linear(x: torch.Tensor, matrices: Iterable[Callable[[], torch.Tensor]], out_size: int, ends: torch.Tensor) -> torch.Tensor:
-    """The same with one product a run; the matrix ``[out_size, in]`` of a run without rows is not asked for."""
+    """The same with one product for each run; the matrix ``[out_size, in]`` of an empty run is not requested."""
     out, start = x.new_zeros(x.shape[0], out_size), 0
     for matrix, end in zip(matrices, ends.tolist(), strict=True):
         if end > start:

@@ -38,12 +38,12 @@ class RMSNorm(Planned, KernelUser):
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(x + residual), x + residual)``; whoever calls it declares ``add_need``."""
+        """``(norm(x + residual), x + residual)``; the caller declares ``add_need``."""
         return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
     @property
     def add_need(self) -> NormNeed:
-        """What :meth:`add` calls."""
+        """The need of :meth:`add`."""
         return NormNeed("add_rms_norm", self.weight.dtype, self.weight.shape[0])
 
 

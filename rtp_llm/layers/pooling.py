@@ -1,4 +1,4 @@
-"""From hidden states of tokens to one vector a sequence; the modes of sentence-transformers' pooling layer."""
+"""Pools hidden states to one vector for each sequence, in the modes of sentence-transformers' pooling layer."""
 
 from __future__ import annotations
 

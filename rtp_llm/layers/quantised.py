@@ -28,7 +28,7 @@ WEIGHT = "weight"
 
 @dataclass(slots=True)
 class Held:
-    """One weight of a layer as its scheme holds it: each tensor of all its matrices in one parameter, by attribute name."""
+    """One quantised weight of a layer: a parameter for each tensor of its scheme, by attribute name."""
 
     scheme: Scheme
     matrices: tuple[Matrix, ...]
@@ -36,7 +36,7 @@ class Held:
     made: bool = False
 
     def tiles(self, attribute: str) -> tuple[Piece | Fill | DerivedTile, ...]:
-        """What fills a parameter: tensors of the checkpoint or, where it is ``made``, what is made of plain ones."""
+        """The tiles of a parameter: tensors of the checkpoint, or tensors derived from plain ones if ``made``."""
         laid = self.laid[attribute]
         if self.made:
             assert isinstance(self.scheme, Scaled)
@@ -45,7 +45,7 @@ class Held:
 
 
 class Quantisable(Planned):
-    """A layer of products.  ``held``: its quantised weights, by the attribute of the plain one; empty while all are plain."""
+    """A layer with matrices.  ``held``: its quantised weights, by the attribute of the plain one; empty if all are plain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,11 +53,11 @@ class Quantisable(Planned):
         self.products: dict[str, Kernel] = {}
 
     def weights(self) -> dict[str, tuple[Matrix, ...]]:
-        """The matrices that make up each weight, by attribute: those of one place one above another, places in order."""
+        """The matrices of each weight, by attribute: stacked by rows, ordered by their place in the stack of experts."""
         raise AssertionError(f"{type(self).__name__} states no matrices")
 
     def adopt(self, attribute: str, scheme: Scheme, *, made: bool = False) -> None:
-        """Holds a plain weight as ``scheme`` says.  ``made``: of plain tensors, while they are loaded."""
+        """Replaces a plain weight by the tensors of ``scheme``.  ``made``: quantised from plain tensors during the load."""
         held = Held(scheme, self.weights()[attribute], made=made)
         delattr(self, attribute)
         for form in scheme.forms:
@@ -71,14 +71,14 @@ class Quantisable(Planned):
         return {name: held.tiles(name) for held in self.held.values() for name in held.laid}
 
     def tensors(self, attribute: str, index: int) -> dict[str, torch.Tensor]:
-        """The tensors of one matrix, by their names in the format."""
+        """The tensors of one matrix, by their names in the scheme."""
         return {
             laid.form.name: _part(getattr(self, name).data, laid.boxes[index], laid.form.shape(self.held[attribute].matrices[index]))
             for name, laid in self.held[attribute].laid.items()
         }
 
     def dense(self, attribute: str, place: int | None = None) -> torch.Tensor:
-        """A weight (of one place, in a stack) in float32: its matrices one above another."""
+        """A weight (of one ``place``, in a stack) in float32: its matrices stacked by rows."""
         held = self.held[attribute]
         parts = [
             held.scheme.dequantise(self.tensors(attribute, i), matrix) for i, matrix in enumerate(held.matrices) if matrix.place == place
@@ -86,8 +86,8 @@ class Quantisable(Planned):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def watched(self, checks: DeferredChecks) -> Iterator[tuple[Seen, ValueRange | ExactValues]]:
-        """Adds the values that are checked to ``checks``, a parameter at a time where all its matrices have one limit; says what each
-        has to be."""
+        """Adds the values to check to ``checks``, a whole parameter at a time if all its matrices have one limit.  Yields what each
+        must be."""
         for held in self.held.values():
             limits = [held.scheme.limits(matrix) for matrix in held.matrices]
             for name, laid in held.laid.items():
@@ -100,7 +100,7 @@ class Quantisable(Planned):
                         yield checks.add(part) if isinstance(limit, ExactValues) else checks.extremes(part), limit
 
     def findings(self) -> Iterator[tuple[Matrix, Finding]]:
-        """What is wrong with the values of quantised weights, once they are loaded."""
+        """Invalid values of quantised weights, after the load."""
         for attribute, held in self.held.items():
             for i, matrix in enumerate(held.matrices):
                 for finding in held.scheme.check(self.tensors(attribute, i), matrix):
@@ -108,6 +108,6 @@ class Quantisable(Planned):
 
 
 def _part(memory: torch.Tensor, box: Box, shape: Shape) -> torch.Tensor:
-    """A box of a parameter, without the leading dimensions that only say which matrix it is."""
+    """A box of a parameter, without the leading dimensions that select the matrix."""
     part = view(memory, box)
     return part.reshape(part.shape[part.dim() - len(shape) :])

@@ -1,8 +1,8 @@
 """Rotary position embeddings (Su et al., 2021, arXiv:2104.09864) and the ways to stretch them over longer contexts.
 
 A kind is a function from parameters and sequence length to inverse frequencies ``[dim / 2]`` and a factor on cosine and
-sine.  Everything is computed in float32 on the CPU, like the references, and only the result goes to the device: a
-float64 or on-device computation gives other last bits, which long positions make large.
+sine.  Frequencies are computed in float32 on the CPU, like the references: float64 or
+the device would give other last bits, which long positions multiply.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class RopeParameters:
-    """What the kinds need, under the names that ``rope_parameters`` in ``config.json`` uses.
+    """Parameters of all kinds, under their names in ``rope_parameters`` of ``config.json``.
 
     ``dim`` is the number of rotated elements of a head (even); the rest of the head passes unchanged.
     ``max_position_embeddings`` is the length that the model is configured for, in tokens.
@@ -54,7 +54,7 @@ def _plain(theta: float, dim: int) -> torch.Tensor:
 
 
 def _stretch(p: RopeParameters) -> float:
-    """The factor, or what the two lengths make of it where the configuration names none."""
+    """The factor; by default the ratio of the two lengths."""
     return p.factor if p.factor is not None else p.max_position_embeddings / p.original_max_position_embeddings
 
 
@@ -138,7 +138,7 @@ def _proportional(p: RopeParameters, length: int) -> Frequencies:
 
 @dataclass(frozen=True, slots=True)
 class RopeKind:
-    """A kind's function, the fields it cannot do without, and those it may have beside ``rope_theta``."""
+    """A kind's function, and its required and optional fields beside ``rope_theta``."""
 
     frequencies: Callable[[RopeParameters, int], Frequencies]
     required: tuple[str, ...] = ()
@@ -159,7 +159,7 @@ ROPE_KINDS: Mapping[str, RopeKind] = MappingProxyType(
 
 
 def _effective_length(p: RopeParameters, length: int) -> int:
-    """The one length of all those that give the same frequencies: only two kinds look at it, and they at a threshold."""
+    """One length for all those that give the same frequencies: two kinds depend on it, at a threshold."""
     if p.rope_type == "dynamic":
         return max(length, p.max_position_embeddings)
     if p.rope_type == "longrope":
@@ -170,9 +170,8 @@ def _effective_length(p: RopeParameters, length: int) -> int:
 class Rotary:
     """Cosine and sine tables on demand; no parameters and no buffers, so nothing of it is ever loaded.
 
-    For the kinds that depend on the sequence's length, that is the length at the time of the call: keys already in a
-    cache keep the rotation that they were written with, as in transformers.
-    ``wide``: tables in float32 whatever is asked for, so that the rotation is computed in float32.
+    Some kinds depend on the sequence's length at the time of the call.  Cached keys keep the rotation that they were written
+    with, as in transformers.  ``wide``: tables are always float32, so that the rotation is computed in float32.
     """
 
     def __init__(self, parameters: RopeParameters, *, wide: bool = False) -> None:
@@ -188,7 +187,7 @@ class Rotary:
         for key in set(keys) - self._known.keys():
             inverse, scale = self._kind.frequencies(self.parameters, key[0])
             self._known[key] = inverse.to(device), scale
-        # Those of this call are enough: a decode loop asks for the same ones at (almost) every step.
+        # Keep those of this call: the next decode step mostly needs the same.
         self._known = {key: self._known[key] for key in keys}
         if len(self._known) == 1:
             return self._known[keys[0]]
@@ -210,7 +209,7 @@ class Rotary:
 
 
 class Unrotated(Rotary):
-    """No tables, for models that turn nothing."""
+    """No tables, for models without rotation."""
 
     def __init__(self) -> None:
         pass

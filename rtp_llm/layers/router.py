@@ -6,8 +6,7 @@
 - *noaux_tc* (DeepSeek-V3, arXiv:2412.19437): sigmoid scores; a learnt bias is added for the choice alone; a group counts
   as much as its best two.
 
-Scores are computed in float32.  Among equal scores the expert with the lower number wins, on every device, so that all
-ranks choose alike.
+Scores are float32.  Among equal scores the lower expert number wins on every device, so all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.nn import functional as F
 from rtp_llm.layers.base import Planned
 from rtp_llm.plan.pieces import Fill, Piece
 
-#: What DeepSeek-V3's reference adds to the sum that weights are divided by, so that scores that vanish give no NaN.
+#: DeepSeek-V3's reference adds it to the sum of weights, so that zero scores give no NaN.
 RENORMALISE_EPSILON = 1e-20
 
 
@@ -60,7 +59,7 @@ class Routing:
 
 
 def unroutable(experts: int, top_k: int, groups: int, top_groups: int, best_two: bool) -> Iterator[tuple[str, str, int]]:
-    """Why a routing cannot be: for each reason the argument at fault, what is expected of it, and what it is."""
+    """Why a routing is impossible: for each reason the argument, the expected value, and the actual one."""
     if groups > experts or experts % groups:
         yield "groups", f"a divisor of the number of experts ({experts})", groups
         return
@@ -78,7 +77,7 @@ def unroutable(experts: int, top_k: int, groups: int, top_groups: int, best_two:
 def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """``logits [tokens, experts]`` to weights (float32, or float64 for such logits) and experts (int64), both ``[tokens, top_k]``.
 
-    ``bias [experts]`` is there exactly if the routing is ``corrected``.
+    ``bias [experts]``: given if the routing is ``corrected``.
     """
     assert (bias is not None) == routing.corrected
     logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -94,12 +93,12 @@ def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = No
 
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The places of the ``count`` best along the last dimension, best first.  ``topk`` leaves open which of equals it takes."""
+    """The places of the ``count`` best along the last dimension, best first.  ``topk`` does not define the order of equals."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def _eligible(choice: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Which experts stand in one of the best groups."""
+    """Which experts are in one of the best groups."""
     grouped = choice.unflatten(-1, (routing.groups, -1))
     worth = grouped.topk(2, dim=-1).values.sum(dim=-1) if routing.best_two else grouped.amax(dim=-1)
     best = torch.zeros_like(worth, dtype=torch.bool).scatter_(-1, _best(worth, routing.top_groups), True)

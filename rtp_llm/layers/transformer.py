@@ -1,4 +1,4 @@
-"""The decoder stack and the causal language model that stands on it."""
+"""The decoder layer and the causal language model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from rtp_llm.kernels.attention import Call
 from rtp_llm.kernels.interface import KernelUser
-from rtp_llm.kernels.needs import Need
+from rtp_llm.kernels.needs import KernelNeed
 from rtp_llm.kernels.paging import HostRows, PagedRows
 from rtp_llm.kernels.torch_kernels import RotaryTables
 from rtp_llm.layers.attention import Paged, Step, causal_mask
@@ -23,7 +23,7 @@ from rtp_llm.layers.rotary import Rotary
 class DecoderLayer(KernelUser):
     """``x + attn(norm(x))``, then ``x + mlp(norm(x))``.
 
-    ``attn(x, step)`` has the attributes ``window``, ``cache_shape`` and ``call``; ``mlp(x)`` is anything that keeps the shape.
+    ``attn(x, step)`` has the attributes ``window``, ``cache_shape`` and ``call``; ``mlp(x)`` keeps the shape.
     """
 
     def __init__(self, attn: nn.Module, mlp: nn.Module, input_norm: RMSNorm, post_attention_norm: RMSNorm) -> None:
@@ -38,12 +38,12 @@ class DecoderLayer(KernelUser):
         hidden: torch.Tensor = x + self.mlp(normed)
         return hidden
 
-    def kernel_needs(self) -> Iterator[Need]:
+    def kernel_needs(self) -> Iterator[KernelNeed]:
         yield self.post_attention_norm.add_need
 
 
 class CausalLM(KernelUser):
-    """A causal language model.  Without ``lm_head`` the head is tied: the embedding's own weight scores the tokens."""
+    """A causal language model.  Without ``lm_head`` the head is tied to the embedding's weight."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class CausalLM(KernelUser):
         self._layers = tuple(layers)
         self.windows = frozenset(layer.attn.window for layer in layers)
 
-    def kernel_needs(self) -> Iterator[Need]:
-        """None of its own: its layers say what turns by the tables that it makes."""
+    def kernel_needs(self) -> Iterator[KernelNeed]:
+        """None: layers declare the rotation."""
         return iter(())
 
     @property
@@ -73,28 +73,28 @@ class CausalLM(KernelUser):
 
     @property
     def cache_shapes(self) -> tuple[CacheShape, ...]:
-        """What each layer keeps on this rank."""
+        """What each layer caches on this rank."""
         return tuple(layer.attn.cache_shape for layer in self._layers)
 
     def new_cache(self, batch: int, max_length: int) -> PagedCache:
-        """A cache for ``batch`` sequences of up to ``max_length`` tokens, all there and empty, on the model's device."""
+        """A cache on the model's device with ``batch`` empty sequences of up to ``max_length`` tokens."""
         cache = self.cache_of(CacheSize.equal(batch, max_length))
         for _ in range(batch):
             cache.take()
         return cache
 
     def cache_of(self, size: CacheSize) -> PagedCache:
-        """A cache of no sequences yet, on the model's device."""
+        """A cache without sequences, on the model's device."""
         return PagedCache(self.cache_shapes, size, dtype=self.dtype, device=self.embed.weight.device)
 
     def step(self, rows: PagedRows, cache: PagedCache) -> Step:
-        """What all layers share in a pass with a cache; nothing of it depends on what the pass computes."""
+        """What all layers share in a pass with a cache; it does not depend on activations."""
         plans = {call: backend.plan(call, rows) for call, backend in self._calls().items()}
         rotary = self.rotary.at(rows.positions, rows.host.lengths, dtype=self.dtype)
         return Step(rotary, self._tables(rotary), paged=Paged(cache, rows, plans))
 
     def renew(self, step: Step, host: HostRows) -> Step:
-        """Makes the step of fixed rows that of a later pass, in the tensors that it has."""
+        """Updates the tensors of a step of fixed rows for a later pass."""
         assert step.paged is not None
         rows = step.paged.rows.refilled(host)
         for call, backend in self._calls().items():
@@ -109,7 +109,7 @@ class CausalLM(KernelUser):
         return None if rotary is None else self.kernels.rotary_tables(*rotary)
 
     def _calls(self) -> dict[Call, Any]:
-        """The kinds of attention that there are, each with its back end."""
+        """Each kind of attention in the model, with its back end."""
         return {layer.attn.call: layer.attn.attention for layer in self._layers if layer.attn.call is not None}
 
     def _whole(self, batch: int, tokens: int, device: torch.device) -> Step:
@@ -119,7 +119,10 @@ class CausalLM(KernelUser):
         return Step(rotary, self._tables(rotary), {window: causal_mask(tokens, window, device) for window in self.windows})
 
     def compute(self, input_ids: torch.Tensor, step: Step, *, last: bool = False) -> torch.Tensor:
-        """Logits ``[batch, seq, vocab_size]``, or ``[batch, 1, vocab_size]`` of the ``last`` token alone.  Looks at nothing on the host."""
+        """Logits ``[batch, seq, vocab_size]``, or ``[batch, 1, vocab_size]`` of the ``last`` token alone.
+
+        Waits for the device only in ``host_bound`` layers.
+        """
         x: torch.Tensor = self.embed(input_ids)
         for layer in self.layers:
             x = layer(x, step)
@@ -131,25 +134,25 @@ class CausalLM(KernelUser):
         return logits
 
     def forward(
-        self, input_ids: torch.Tensor, cache: PagedCache | None = None, slots: Sequence[int] | None = None, *, last: bool = False
+        self, input_ids: torch.Tensor, cache: PagedCache | None = None, cache_rows: Sequence[int] | None = None, *, last: bool = False
     ) -> torch.Tensor:
         """``input_ids [batch, seq]`` (int64) to logits ``[batch, seq, vocab_size]``, the same on all ranks.
 
-        With a ``cache`` the ids continue what it holds of the sequences in ``slots``, one a row (None: of all that it holds), and
+        With a ``cache`` the ids continue the sequences in ``cache_rows``, one a row (None: all sequences), and
         are added to it.  Sequences may be of different lengths.  ``last``: logits of the last token only, ``[batch, 1, ...]``.
 
         Raises:
-            ForwardError: ids of another form or outside the vocabulary (looked at on the CPU only), or a cache of another
-                batch size or without room.
+            ForwardError: ids of another form or outside the vocabulary (checked on the CPU only), or a cache of another
+                batch size or without free pages.
         """
         check_batch("input_ids", input_ids)
         if not input_ids.is_cuda:
-            # On CUDA the look would stop the stream at every token.
+            # On CUDA the check would wait for the stream at every token.
             check_ids("input_ids", input_ids, self.embed.vocab_size)
         batch, tokens = input_ids.shape
         if cache is None:
             return self.compute(input_ids, self._whole(batch, tokens, input_ids.device), last=last)
-        host = cache.begin(batch, tokens, slots)
+        host = cache.begin(batch, tokens, cache_rows)
         logits = self.compute(input_ids, self.step(PagedRows.of(host, input_ids.device), cache), last=last)
         cache.advance(host)
         return logits

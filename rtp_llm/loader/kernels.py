@@ -12,15 +12,15 @@ from torch import nn
 
 from rtp_llm.kernels.backends import FLASHINFER
 from rtp_llm.kernels.bind import bind
-from rtp_llm.kernels.choose import AUTO, TORCH, Choice, choose, problem, told
+from rtp_llm.kernels.choose import AUTO, TORCH, KernelChoice, choice_message, choose_kernels, problem
 from rtp_llm.kernels.compile import SYMBOLS, Compilation, Compiled, CompileError, check_tools
 from rtp_llm.kernels.faults import KernelError
+from rtp_llm.kernels.functions import DeviceFacts, JitModule, Unsupported, device_facts, find_unavailable
 from rtp_llm.kernels.interface import kernel_needs
-from rtp_llm.kernels.needs import Need
-from rtp_llm.kernels.offers import DeviceFacts, JitModule, Lack, device_facts, unmet
-from rtp_llm.kernels.symbols import Resolution, Symbol, resolve_all
+from rtp_llm.kernels.needs import KernelNeed
+from rtp_llm.kernels.symbols import Resolution, Symbol, resolve_symbols
 from rtp_llm.layers.quantised import WEIGHT, Quantisable
-from rtp_llm.quantization.kernels import PRODUCTS, ProductNeed, product_lacks, product_need
+from rtp_llm.quantization.kernels import PRODUCTS, ProductNeed, product_need, product_unsupported
 
 _log = logging.getLogger("rtp_llm.loader")
 
@@ -33,8 +33,8 @@ class KernelPlan:
     """The back end of each operation; ``needs``: the model's; ``device``: that of the choice."""
 
     setting: str
-    choices: tuple[Choice, ...]
-    needs: tuple[Need, ...]
+    choices: tuple[KernelChoice, ...]
+    needs: tuple[KernelNeed, ...]
     device: DeviceFacts
 
     def lines(self) -> Iterator[str]:
@@ -56,7 +56,7 @@ class KernelReport:
     """The kernels that run; ``compiled`` is None where nothing is compiled."""
 
     setting: str
-    choices: tuple[Choice, ...]
+    choices: tuple[KernelChoice, ...]
     compiled: Compiled | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -85,55 +85,55 @@ def plan_kernels(model: nn.Module, dtype: torch.dtype, setting: str, device: tor
     on_cuda = facts.type == "cuda" and facts.cuda is not None
     found: dict[Symbol, Resolution] = {}
     if setting != TORCH and (on_cuda or setting != AUTO):
-        found = resolve_all((*FLASHINFER.symbols(needs), *SYMBOLS))
-    plan = KernelPlan(setting, choose(setting, FLASHINFER, needs, found, facts), needs, facts)
+        found = resolve_symbols((*FLASHINFER.symbols(needs), *SYMBOLS))
+    plan = KernelPlan(setting, choose_kernels(setting, FLASHINFER, needs, found, facts), needs, facts)
     plan = _compilable(plan, found)
     return replace(plan, choices=(*plan.choices, *_products(model, dtype, device)))
 
 
-def _products(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Iterator[Choice]:
+def _products(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Iterator[KernelChoice]:
     """The choice for products of quantised layers; layers choose one by one, since sizes differ."""
     needs: list[ProductNeed] = []
     for layer in model.modules():
         held = layer.held.get(WEIGHT) if isinstance(layer, Quantisable) else None
         need = None if held is None else product_need(held.scheme, getattr(layer, held.scheme.forms[0].name).shape, dtype)
         needs += [] if need is None else [need]
-    lacking = {need: product_lacks(need, device) for need in needs}
+    lacking = {need: product_unsupported(need, device) for need in needs}
     first = next((lack[0] for lack in lacking.values() if lack), None)
     able = sum(not lacking[need] for need in needs)
     if able:
         reason = "products on codes" + (f" in {able} of {len(needs)} layers, others are dequantised: {first.detail}" if first else "")
-        yield Choice("scaled_mm", PRODUCTS.name, reason)
+        yield KernelChoice("scaled_mm", PRODUCTS.name, reason)
     elif first is not None:
-        yield Choice("scaled_mm", TORCH, f"weights are dequantised: {first.detail}", first.fault.name)
+        yield KernelChoice("scaled_mm", TORCH, f"weights are dequantised: {first.detail}", first.fault.name)
 
 
 def survey() -> list[tuple[str, str, tuple[str, ...]]]:
     """Every operation of a back end, the back end, and why this machine's first GPU cannot run it."""
     facts = device_facts(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
-    found = resolve_all(s for backend in (FLASHINFER, PRODUCTS) for offer in backend.offers.values() for s in offer.symbols)
+    found = resolve_symbols(s for backend in (FLASHINFER, PRODUCTS) for function in backend.functions.values() for s in function.symbols)
     return [
-        (op, backend.name, tuple(lack.detail for lack in unmet(backend, op, found, facts)))
+        (op, backend.name, tuple(lack.detail for lack in find_unavailable(backend, op, found, facts)))
         for backend in (FLASHINFER, PRODUCTS)
-        for op in backend.offers
+        for op in backend.functions
     ]
 
 
 def _compilable(plan: KernelPlan, found: Mapping[Symbol, Resolution]) -> KernelPlan:
     """The plan, with torch for operations that cannot be compiled here."""
     while (modules := plan.modules()) and plan.device.cuda is not None:
-        lack = next((Lack(r.fault, r.detail) for s in SYMBOLS if (r := found[s]).fault is not None), None)
+        lack = next((Unsupported(r.fault, r.detail) for s in SYMBOLS if (r := found[s]).fault is not None), None)
         if lack is not None:
             return _without(plan, lack, modules)
         try:
             check_tools(modules, plan.device.cuda)
             break
         except CompileError as error:
-            plan = _without(plan, error.lack, error.failed)
+            plan = _without(plan, error.unsupported, error.failed)
     return plan
 
 
-def _without(plan: KernelPlan, lack: Lack, failed: Sequence[JitModule]) -> KernelPlan:
+def _without(plan: KernelPlan, lack: Unsupported, failed: Sequence[JitModule]) -> KernelPlan:
     """The plan with torch for every operation that needs one of the modules.
 
     Raises:
@@ -146,7 +146,7 @@ def _without(plan: KernelPlan, lack: Lack, failed: Sequence[JitModule]) -> Kerne
 
 
 def _by_torch(plan: KernelPlan, ops: Sequence[str], reason: str, fault: str) -> KernelPlan:
-    choices = tuple(Choice(c.op, TORCH, reason, fault) if c.op in ops and c.backend == FLASHINFER.name else c for c in plan.choices)
+    choices = tuple(KernelChoice(c.op, TORCH, reason, fault) if c.op in ops and c.backend == FLASHINFER.name else c for c in plan.choices)
     return replace(plan, choices=choices)
 
 
@@ -155,9 +155,9 @@ def _ops_of(plan: KernelPlan, modules: Sequence[JitModule]) -> tuple[str, ...]:
     return tuple(op for op, own in by_op.items() if set(own) & set(modules))
 
 
-def _modules(needs: Sequence[Need], choices: Sequence[Choice]) -> tuple[JitModule, ...]:
+def _modules(needs: Sequence[KernelNeed], choices: Sequence[KernelChoice]) -> tuple[JitModule, ...]:
     ops = {choice.op for choice in choices if choice.backend == FLASHINFER.name}
-    found = (module for need in needs if need.op in ops for module in FLASHINFER.offers[need.op].modules(need))
+    found = (module for need in needs if need.op in ops for module in FLASHINFER.functions[need.op].modules(need))
     return tuple(dict.fromkeys(found))
 
 
@@ -168,7 +168,7 @@ class KernelSetup:
         self.plan = plan
         self._speaks = speaks
         if speaks:
-            _log.log(*told(plan.setting, FLASHINFER, plan.choices))
+            _log.log(*choice_message(plan.setting, FLASHINFER, plan.choices))
         modules = plan.modules()
         self._compilation = Compilation(modules, plan.device.cuda) if modules and plan.device.cuda else None
         self._compiled: Compiled | None = None
@@ -186,8 +186,8 @@ class KernelSetup:
         except CompileError as error:
             ops = _ops_of(self.plan, error.failed)
             if must or self.plan.setting != AUTO:
-                raise KernelError(problem(FLASHINFER, error.lack, ops)) from error
-            return {"ops": ops, "reason": error.lack.detail, "fault": error.lack.fault.name}
+                raise KernelError(problem(FLASHINFER, error.unsupported, ops)) from error
+            return {"ops": ops, "reason": error.unsupported.detail, "fault": error.unsupported.fault.name}
         return None
 
     def _tell(self, text: str) -> None:
@@ -201,7 +201,7 @@ class KernelSetup:
         for one in failed:
             plan = _by_torch(plan, one["ops"], one["reason"], one["fault"])
         if failed and self._speaks:
-            _log.log(*told(plan.setting, FLASHINFER, plan.choices))
+            _log.log(*choice_message(plan.setting, FLASHINFER, plan.choices))
         ops = [choice.op for choice in plan.choices if choice.backend == FLASHINFER.name]
         bind(model, FLASHINFER.kernels(ops) if ops else {})
         return KernelReport(plan.setting, plan.choices, self._compiled)

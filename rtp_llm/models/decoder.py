@@ -1,4 +1,4 @@
-"""What decoder families have in common: configuration, conditions, assembly.  A family's files state the differences."""
+"""Configuration, conditions and model that decoder families share; a family's files have the differences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from rtp_llm.layers.activation import ACTIVATIONS
 from rtp_llm.layers.attention import Attention, AttentionShape
 from rtp_llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from rtp_llm.layers.mlp import GatedMLP
+from rtp_llm.layers.mlp import GatedMLP, MLPShape
 from rtp_llm.layers.norm import RMSNorm
 from rtp_llm.layers.rotary import RopeParameters, Rotary
 from rtp_llm.layers.transformer import CausalLM, DecoderLayer
@@ -26,8 +26,7 @@ from rtp_llm.parallel.shard import Divisibility
 class DecoderConfig:
     """A dense decoder.  ``windows`` has one entry a layer: how many tokens a token sees, itself included; None for all.
 
-    ``tied``: the embedding's weight is the head's too.  ``norm_eps`` is that of all norms, those of heads included.
-    ``sinks``: each head of each layer has one.
+    ``tied``: the head has the embedding's weight.  ``norm_eps``: of all norms, also those of heads.  ``sinks``: every head has one.
     """
 
     vocab_size: int
@@ -68,10 +67,15 @@ class DecoderConfig:
             sinks=self.sinks,
         )
 
+    @property
+    def mlp(self) -> MLPShape:
+        """Sizes of every dense feed-forward block."""
+        return MLPShape(self.hidden_size, self.intermediate_size, self.act, self.mlp_bias)
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderDefaults:
-    """What a family's transformers class takes for the fields that ``config.json`` omits; the others are the same in all."""
+    """A family's defaults for absent fields: those of its transformers class.  Other fields have the same in all families."""
 
     vocab_size: int
     intermediate_size: int
@@ -85,9 +89,9 @@ class DecoderDefaults:
 
 
 def read_decoder(reader: FieldReader, defaults: DecoderDefaults) -> DecoderConfig:
-    """Reads the fields that every decoder family has, checked against each other; problems stay with the reader.
+    """Reads and checks the fields that every decoder family has; problems stay with the reader.
 
-    What families differ in is as in the plainest: no windows, a head of its own, no biases.  A family replaces what it has.
+    The rest is as in the simplest family: no windows, an untied head, no biases.  A family replaces what differs.
     """
     hidden = reader.integer("hidden_size", 4096)
     heads = reader.integer("num_attention_heads", 32)
@@ -127,9 +131,9 @@ def _read_head_dim(reader: FieldReader, defaults: DecoderDefaults, hidden: int, 
 
 
 def read_tied(reader: FieldReader, names: Collection[str]) -> bool:
-    """Whether the head is the embedding: the configuration must say so, and the checkpoint must hold no head of its own.
+    """Whether the head is tied: the configuration says so, and the checkpoint has no head.
 
-    A head in the file is loaded as it stands whatever the flag says; a head that neither is there is missing.
+    A head in the checkpoint is loaded, whatever the configuration says.  Without either, the head is missing.
     """
     flag = reader.boolean("tie_word_embeddings", False)
     return flag and not any(name.startswith("lm_head.") for name in names)
@@ -137,7 +141,7 @@ def read_tied(reader: FieldReader, names: Collection[str]) -> bool:
 
 def read_layer_windows(reader: FieldReader, layers: int) -> tuple[int | None, ...]:
     """Windows as Qwen2 and Qwen3 write them: ``use_sliding_window``, ``sliding_window`` and either ``layer_types`` or
-    ``max_window_layers``, the first of which sees everything."""
+    ``max_window_layers``, the number of first layers without a window."""
     window = reader.optional_integer("sliding_window", 4096, most=MAX_POSITIONS)
     if not reader.boolean("use_sliding_window", False):
         window = None
@@ -171,8 +175,8 @@ def build_decoder(
 ) -> CausalLM:
     """The model of one rank, on the meta device.
 
-    ``attention`` and ``mlp`` make the blocks of a layer, given its number, for families that have others than grouped-query
-    attention and a dense gated MLP.
+    ``attention`` and ``mlp`` build the blocks of a layer, by its number, for families with others than grouped-query attention
+    and a dense gated MLP.
     """
     tp = groups.tp
 
@@ -180,9 +184,7 @@ def build_decoder(
         return Attention(f"layers.{layer}.attn", config.attention, layer=layer, window=config.windows[layer], tp=tp, dtype=dtype)
 
     def dense_mlp(layer: int) -> nn.Module:
-        return GatedMLP(
-            f"layers.{layer}.mlp", config.hidden_size, config.intermediate_size, config.act, bias=config.mlp_bias, tp=tp, dtype=dtype
-        )
+        return GatedMLP(f"layers.{layer}.mlp", config.mlp, tp=tp, dtype=dtype)
 
     def norm(slot: str) -> RMSNorm:
         return RMSNorm(slot, config.hidden_size, config.norm_eps, dtype=dtype)

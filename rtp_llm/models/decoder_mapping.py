@@ -1,4 +1,4 @@
-"""Hugging Face's tensor names of decoders: Llama's, which the families that descend from it kept."""
+"""Hugging Face's tensor names of decoders: Llama's, which later families kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rtp_llm.plan.rules import Mapping, Part, Rule, Skip
 
 _RECOMPUTED = "rotary frequencies are computed from the configuration"
 
-#: Tables that older checkpoints hold.
+#: Tables in older checkpoints, which are computed here.
 ROTARY_SKIPS = (Skip("layers.{}.self_attn.rotary_emb.inv_freq", _RECOMPUTED), Skip("rotary_emb.inv_freq", _RECOMPUTED))
 
 
@@ -30,16 +30,16 @@ def _linears(config: DecoderConfig) -> Iterator[tuple[str, str, bool]]:
 
 
 def _fused(config: DecoderConfig) -> Iterator[tuple[str, str, bool, tuple[Part, ...]]]:
-    """The same where queries, keys and values are one matrix, and gate and up another."""
+    """The same for fused matrices: queries, keys and values, and gate and up."""
     heads = (Part("q", config.heads), Part("k", config.kv_heads), Part("v", config.kv_heads))
     yield "self_attn.qkv_proj", "attn.*", config.qkv_bias, heads
     yield "mlp.gate_up_proj", "mlp.*", config.mlp_bias, (Part("gate"), Part("up"))
 
 
 def decoder_mapping(config: DecoderConfig, *, fused: bool = False) -> Mapping:
-    """Rules for just those tensors that the configuration asks for: a bias or head that it does not know is unexpected.
+    """Rules for the tensors of this configuration; any other bias or head is unexpected.
 
-    ``fused``: the checkpoint holds queries, keys and values in ``qkv_proj``, one above another, and gate and up in ``gate_up_proj``.
+    ``fused``: queries, keys and values are stacked by rows in ``qkv_proj``, and gate and up in ``gate_up_proj``.
     """
     rules = [Rule("embed_tokens.weight", "embed.weight"), Rule("norm.weight", "norm.weight")]
     if not config.tied:

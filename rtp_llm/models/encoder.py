@@ -1,4 +1,4 @@
-"""What BERT-type families have in common: configuration, mapping, assembly."""
+"""Configuration, mapping and model that BERT-type families share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rtp_llm.layers.attention import Attention, AttentionShape
 from rtp_llm.layers.embedding import ReplicatedEmbedding, VocabParallelEmbedding
 from rtp_llm.layers.encoder import Encoder, EncoderEmbedding, EncoderLayer
 from rtp_llm.layers.linear import ReplicatedLinear
-from rtp_llm.layers.mlp import MLP
+from rtp_llm.layers.mlp import MLP, MLPShape
 from rtp_llm.layers.norm import LayerNorm
 from rtp_llm.models.reader import MAX_LAYERS, FieldReader
 from rtp_llm.parallel.groups import Groups
@@ -25,7 +25,7 @@ from rtp_llm.plan.rules import Mapping, Rule, Skip
 class EncoderConfig:
     """A BERT-type encoder.  ``padding_id``: the token from which positions are counted (RoBERTa), or None (BERT).
 
-    ``pooler`` says whether a pooler is there, which is asked of the checkpoint.
+    ``pooler``: whether the checkpoint has one.
     """
 
     vocab_size: int
@@ -84,7 +84,7 @@ _LINEARS = {
 _NORMS = {"attention.output.LayerNorm": "attn_norm", "output.LayerNorm": "mlp_norm"}
 _TABLES = {"word_embeddings": "embed", "position_embeddings": "position_embed", "token_type_embeddings": "type_embed"}
 
-#: How norms' parameters are called: today, and in files converted from TensorFlow.
+#: Names of norms' parameters: today's, and those of files converted from TensorFlow.
 _NORM_PARAMETERS = (("weight", "weight"), ("bias", "bias"), ("gamma", "weight"), ("beta", "bias"))
 _PARAMETERS = ("weight", "bias")
 
@@ -114,7 +114,7 @@ def build_encoder(config: EncoderConfig, groups: Groups, dtype: torch.dtype) -> 
 
     def layer(i: int) -> EncoderLayer:
         attn = Attention(f"layers.{i}.attn", shape, layer=i, tp=tp, dtype=dtype)
-        mlp = MLP(f"layers.{i}.mlp", hidden, config.intermediate_size, config.act, bias=True, tp=tp, dtype=dtype)
+        mlp = MLP(f"layers.{i}.mlp", MLPShape(hidden, config.intermediate_size, config.act, bias=True), tp=tp, dtype=dtype)
         return EncoderLayer(attn, mlp, norm(f"layers.{i}.attn_norm"), norm(f"layers.{i}.mlp_norm"))
 
     embed = EncoderEmbedding(

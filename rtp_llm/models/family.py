@@ -1,4 +1,4 @@
-"""What a model family is: an entry of the registry, and the functions that its package provides."""
+"""A model family: an entry of the registry, and the functions of its package."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from rtp_llm.plan import rules as plan_rules
 
 
 def no_experts(config: Any) -> None:
-    """What dense families have of experts."""
+    """The experts of dense families: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
     """How a family reads its configuration, maps its checkpoint and builds its model.
 
-    read_config(raw, names): ``config.json`` and the tensor names of the checkpoint, without their prefix, to a frozen dataclass.
-        The names settle what the configuration leaves open or gets wrong: whether there is a head, or a pooler.  Raises
+    read_config(raw, names): ``config.json`` and the checkpoint's tensor names, without prefix, to a frozen dataclass.
+        The names decide what the configuration does not say: whether there is a head, or a pooler.  Raises
         ``ConfigError`` with every bad field.
-    conditions(config): what the number of tensor-parallel ranks must fulfil.
-    rules(config): rules, without a prefix, for every tensor that the model needs, and skips, with reasons, for those it does not.
+    conditions(config): conditions on the number of tensor-parallel ranks.
+    rules(config): rules, without prefix, for every tensor of the model, and skips with reasons for others.
     build(config, groups, dtype): the model of one rank on the meta device, in the dtype that its parameters will have.
-    experts(config): how many experts there are, and in which layers; None for a model, or a family, without any.
-    prefixes: what may stand before tensor names.
+    experts(config): the number of experts, and their layers; None for a model without experts.
+    prefixes: the possible prefixes of tensor names.
     """
 
     read_config: Callable[[Mapping[str, Any], Collection[str]], Any]
@@ -60,7 +60,7 @@ class Implementation:
 class Features:
     """What a family supports beyond one rank and plain weights.
 
-    Every method of quantisation works on linear layers and on experts, whatever the family they stand in.
+    Every quantisation method works on linear layers and experts of every family.
     """
 
     tensor_parallel: bool = True
@@ -80,7 +80,7 @@ class Family:
     features: Features = Features()
 
     def load(self) -> Implementation:
-        """Imports the implementation; until then a family costs nothing."""
+        """Imports the implementation, so that unused families cost nothing."""
         family = importlib.import_module(self.module).FAMILY
         assert isinstance(family, Implementation), self.module
         return family

@@ -9,7 +9,7 @@ from torch import nn
 
 from rtp_llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from rtp_llm.layers.mla import MLAShape, MultiHeadLatentAttention
-from rtp_llm.layers.mlp import GatedMLP
+from rtp_llm.layers.mlp import GatedMLP, MLPShape
 from rtp_llm.layers.norm import RMSNorm
 from rtp_llm.layers.rotary import Rotary, Unrotated
 from rtp_llm.layers.transformer import CausalLM, DecoderLayer
@@ -21,7 +21,7 @@ from rtp_llm.parallel.groups import Groups
 from rtp_llm.parallel.shard import Divisibility
 from rtp_llm.plan.rules import Mapping, Rule
 
-#: How DeepSeek and those after it spell experts, one by one or, as transformers holds them in memory, stacked.
+#: DeepSeek's names of experts: one by one, or stacked, as in transformers' memory.
 _EXPERTS = MoENames(bias="gate.e_score_correction_bias", shared="shared_experts")
 
 
@@ -34,7 +34,7 @@ def latent_conditions(config: LatentConfig) -> tuple[Divisibility, ...]:
 
 
 def latent_experts(config: LatentConfig) -> ExpertLayers | None:
-    """What there is to divide between expert-parallel ranks."""
+    """The experts to divide between expert-parallel ranks."""
     return config.moe.experts
 
 
@@ -80,15 +80,15 @@ def common_rules(config: LatentConfig) -> Iterator[Rule]:
 
 
 def with_latent_experts(config: LatentConfig, rules: Iterable[Rule], *names: MoENames) -> Mapping:
-    """A mapping of ``rules`` and those of experts, which skips the layers for multi-token prediction, their experts included."""
+    """The mapping of ``rules`` and those of experts; it skips layers for multi-token prediction, with their experts."""
     skipped = mtp_skip(config.sizes.layers, config.mtp_layers)
     return with_moe(Mapping(tuple(rules), ROTARY_SKIPS), config.moe, *names, skipped_layers=skipped)
 
 
 def latent_mapping(config: LatentConfig) -> Mapping:
-    """The names of DeepSeek's families and of those that took them over.
+    """DeepSeek's tensor names, which other families use too.
 
-    Rules for just those tensors that the configuration asks for: a bias or head that it does not know is unexpected.
+    Rules for the tensors of this configuration; any other bias or head is unexpected.
     """
     rules: list[Rule] = [*common_rules(config), *module_rules(attention_modules(config.sizes.attention), "self_attn.", "attn.")]
     if len(config.moe.layers) < config.sizes.layers:
@@ -103,15 +103,15 @@ def build_latent(
     *,
     attention: Callable[[int], nn.Module] | None = None,
 ) -> CausalLM:
-    """The model of one rank, on the meta device.  ``attention`` makes the block of a layer, given its number, for families
-    that have others beside latent attention."""
+    """The model of one rank, on the meta device.  ``attention`` builds the block of a layer, by its number, for families that
+    also have other attention."""
     sizes, tp = config.sizes, groups.tp
 
     def latent_attention(layer: int) -> nn.Module:
         return MultiHeadLatentAttention(f"layers.{layer}.attn", sizes.attention, layer=layer, tp=tp, dtype=dtype)
 
     def dense(layer: int) -> nn.Module:
-        return GatedMLP(f"layers.{layer}.mlp", sizes.hidden_size, sizes.intermediate_size, sizes.act, bias=False, tp=tp, dtype=dtype)
+        return GatedMLP(f"layers.{layer}.mlp", MLPShape(sizes.hidden_size, sizes.intermediate_size, sizes.act), tp=tp, dtype=dtype)
 
     def norm(slot: str) -> RMSNorm:
         return RMSNorm(slot, sizes.hidden_size, sizes.norm_eps, dtype=dtype)

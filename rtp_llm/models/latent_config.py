@@ -1,11 +1,10 @@
-"""Configuration of the families with multi-head latent attention: what they have in common.  A family's files state the differences."""
+"""Configuration that families with multi-head latent attention share; a family's files have the differences."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal
 
 from rtp_llm.layers.activation import ACTIVATIONS
 from rtp_llm.layers.indexer import IndexerShape
@@ -13,16 +12,14 @@ from rtp_llm.layers.mla import MLAShape, softmax_scale
 from rtp_llm.layers.moe import MoEShape
 from rtp_llm.layers.rotary import RopeParameters
 from rtp_llm.models.decoder import read_tied
-from rtp_llm.models.moe import MoEConfig, RoutingFields, read_expert_count, read_routing
+from rtp_llm.models.moe import MoEConfig, RoutingDefaults, RoutingFields, RoutingMethod, read_expert_count, read_routing
 from rtp_llm.models.reader import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, FieldReader
 from rtp_llm.models.rope import read_rope
-
-RoutingMethod = Literal["greedy", "group_limited_greedy", "noaux_tc"]
 
 
 @dataclass(frozen=True, slots=True)
 class LatentDefaults:
-    """What a family's transformers class takes for the fields that ``config.json`` omits."""
+    """A family's defaults for fields absent from ``config.json``: those of its transformers class."""
 
     vocab_size: int
     hidden_size: int
@@ -37,7 +34,7 @@ class LatentDefaults:
 
 @dataclass(frozen=True, slots=True)
 class LatentSizes:
-    """The fields that every such family has, checked against each other.  ``rope`` is None where nothing is rotated."""
+    """The checked fields of every such family.  ``rope`` is None if nothing is rotated."""
 
     vocab_size: int
     hidden_size: int
@@ -61,7 +58,7 @@ def read_latent(
 ) -> LatentSizes:
     """Reads the common fields; problems stay with the reader.
 
-    ``q_lora_rank`` absent or null means that queries have no latent.  ``rotated``: the family turns a part of each head.
+    ``q_lora_rank`` absent or null: queries have no latent.  ``rotated``: a part of each head is rotated.
     ``interleaved`` and ``indexer``: see :class:`MLAShape`.  ``length``: the name of the field for the context's length.
     """
     heads = reader.integer("num_attention_heads", defaults.heads)
@@ -108,7 +105,7 @@ def read_latent(
 
 @dataclass(frozen=True, slots=True)
 class ExpertFields:
-    """What ``config.json`` calls the fields of a layer of experts, where families differ."""
+    """Names of fields of experts in ``config.json`` that differ between families."""
 
     experts: str = "n_routed_experts"
     shared: str = "n_shared_experts"
@@ -118,7 +115,7 @@ class ExpertFields:
 
 @dataclass(frozen=True, slots=True)
 class ExpertDefaults:
-    """What a family's transformers class takes for fields of a layer of experts that ``config.json`` omits."""
+    """A family's defaults for absent fields of experts: those of its transformers class."""
 
     experts: int
     top_k: int
@@ -138,26 +135,27 @@ def read_experts(
     fields: ExpertFields = ExpertFields(),
 ) -> MoEConfig:
     """The experts of the layers numbered ``layers``; problems stay with the reader.  Only ``noaux_tc`` may renormalise."""
-    routing = read_routing(
-        reader,
-        read_expert_count(reader, fields.experts, defaults.experts, len(layers)),
+    experts = read_expert_count(reader, fields.experts, defaults.experts, len(layers))
+    routing_defaults = RoutingDefaults(
         method,
-        top_k=defaults.top_k,
-        groups=defaults.groups,
-        top_groups=defaults.top_groups,
+        defaults.top_k,
+        defaults.groups,
+        defaults.top_groups,
+        defaults.scale,
         renormalise=method == "noaux_tc" and reader.boolean(fields.renormalise, True),
-        scale=defaults.scale,
         wide=True,
-        fields=fields.routing,
     )
+    routing = read_routing(reader, experts, routing_defaults, fields.routing)
     size = reader.integer("moe_intermediate_size", defaults.intermediate_size)
     shared = reader.optional_integer(fields.shared, defaults.shared, least=0, most=max(1, MAX_SIZE // size)) or 0
     return MoEConfig(MoEShape(sizes.hidden_size, size, sizes.act, routing, shared * size or None), layers)
 
 
 def read_sparse_layers(reader: FieldReader, layers: int, dense: int, *, listed: bool = False) -> tuple[int, ...]:
-    """The numbers of the layers with experts: those from ``first_k_dense_replace`` (``dense`` where it is absent) on whose
-    number ``moe_layer_freq`` divides; or, where the family knows it (``listed``), as ``mlp_layer_types`` says."""
+    """The layers with experts: from ``first_k_dense_replace`` (default ``dense``) on, those divisible by ``moe_layer_freq``.
+
+    ``listed``: the family may name them in ``mlp_layer_types`` instead.
+    """
     types = reader.words("mlp_layer_types", layers, ("dense", "sparse")) if listed else None
     first = reader.integer("first_k_dense_replace", dense, least=0)
     every = reader.integer("moe_layer_freq", 1)
@@ -167,9 +165,9 @@ def read_sparse_layers(reader: FieldReader, layers: int, dense: int, *, listed: 
 
 
 def count_mtp_layers(layers: int, names: Collection[str]) -> int:
-    """How many layers behind the last one predict further tokens: the checkpoint says so, as each has an ``eh_proj``.
+    """The number of layers after the last one for multi-token prediction: each has an ``eh_proj`` in the checkpoint.
 
-    A layer behind the last one that has none is not excused, so that a ``num_hidden_layers`` that is too small is noticed.
+    Other layers after the last one stay unexpected, so a ``num_hidden_layers`` that is too small is noticed.
     """
     return next(n for n in count() if f"layers.{layers + n}.eh_proj.weight" not in names)
 
@@ -178,8 +176,8 @@ def count_mtp_layers(layers: int, names: Collection[str]) -> int:
 class LatentConfig:
     """A decoder with latent attention, dense or with experts layer by layer.
 
-    ``mtp_layers``: layers for multi-token prediction behind the last one, which are not loaded.  ``tied``: the embedding's
-    weight is the head's too.  ``wide_rotary``: the rotation is computed in float32 whatever the model's dtype.
+    ``mtp_layers``: layers after the last one for multi-token prediction, which are not loaded.  ``tied``: the head has the
+    embedding's weight.  ``wide_rotary``: the rotation is computed in float32, whatever the model's dtype.
     """
 
     sizes: LatentSizes
@@ -192,7 +190,7 @@ class LatentConfig:
 def latent_config(
     reader: FieldReader, sizes: LatentSizes, moe: MoEConfig, names: Collection[str], *, wide_rotary: bool = False
 ) -> LatentConfig:
-    """The common fields and a family's own, as one configuration.
+    """The configuration of common fields and a family's own.
 
     Raises:
         ConfigError: with every bad field that the reader has found.
@@ -206,13 +204,9 @@ def sigmoid_config(
     reader: FieldReader,
     sizes: LatentSizes,
     names: Collection[str],
+    layers: tuple[int, ...],
     experts: ExpertDefaults,
-    *,
-    dense: int,
-    listed: bool = False,
     fields: ExpertFields = ExpertFields(),
 ) -> LatentConfig:
-    """:func:`latent_config` of a family that chooses its experts as DeepSeek-V3 does (``noaux_tc``); ``dense`` and ``listed``: see
-    :func:`read_sparse_layers`."""
-    layers = read_sparse_layers(reader, sizes.layers, dense, listed=listed)
+    """:func:`latent_config` of a family that chooses experts as DeepSeek-V3 does (``noaux_tc``), in the layers ``layers``."""
     return latent_config(reader, sizes, read_experts(reader, sizes, layers, "noaux_tc", experts, fields), names)

@@ -1,4 +1,4 @@
-"""What families with experts have in common: fields, conditions, tensor names, the layer itself."""
+"""Configuration, conditions, tensor names and model that families with experts share."""
 
 from __future__ import annotations
 
@@ -24,26 +24,29 @@ from rtp_llm.plan import rules
 from rtp_llm.plan.experts import ExpertNames, expert_rules, swapped_names
 from rtp_llm.plan.rules import Rule, SkipLayers
 
-#: The most experts of a layer, and of all layers together.  Published models have up to 512 and some 25,000; planning takes
-#: time and memory for each, before anything else could show that a configuration is absurd.
+#: The most experts of a layer, and of all layers.  Published models have up to 512 and some 25,000.  Planning takes time and
+#: memory for each, before anything else shows that a configuration is absurd.
 MAX_EXPERTS = 4096
 MAX_ALL_EXPERTS = 2**17
+
+#: The ways of choosing experts, as ``topk_method`` names them; see :mod:`rtp_llm.layers.router`.
+RoutingMethod = Literal["greedy", "group_limited_greedy", "noaux_tc"]
 
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """The experts of a model: their shape, and the numbers of the layers that have them instead of a dense MLP."""
+    """The experts of a model: their shape, and the layers that have them instead of a dense MLP."""
 
     shape: MoEShape
     layers: tuple[int, ...]
 
     @property
     def experts(self) -> ExpertLayers | None:
-        """What there is to divide between expert-parallel ranks."""
+        """The experts to divide between expert-parallel ranks."""
         return ExpertLayers(self.shape.routing.experts, self.layers) if self.layers else None
 
     def conditions(self) -> tuple[Divisibility, ...]:
-        """Each expert is split over the tensor-parallel ranks, and so are the shared ones."""
+        """Experts and shared experts are split over the tensor-parallel ranks."""
         if not self.layers:
             return ()
         found = [Divisibility("elements of an expert's intermediate size", self.shape.intermediate_size)]
@@ -56,7 +59,7 @@ class MoEConfig:
 class MoEDecoderConfig:
     """A decoder with grouped-query attention, some of whose layers have experts.
 
-    ``mtp_layers``: layers behind the last one that predict further tokens, which the checkpoint may hold and which are not run.
+    ``mtp_layers``: layers after the last one for multi-token prediction, which may be in the checkpoint and are not run.
     """
 
     decoder: DecoderConfig
@@ -75,7 +78,7 @@ def read_expert_count(reader: FieldReader, name: str, default: int, layers: int)
 
 @dataclass(frozen=True, slots=True)
 class RoutingFields:
-    """What the fields that a routing is read from are called, where families differ."""
+    """Names of routing fields that differ between families."""
 
     top_k: str = "num_experts_per_tok"
     groups: str = "n_group"
@@ -83,36 +86,36 @@ class RoutingFields:
     scale: str = "routed_scaling_factor"
 
 
-def read_routing(
-    reader: FieldReader,
-    experts: int,
-    method: Literal["greedy", "group_limited_greedy", "noaux_tc"],
-    *,
-    top_k: int,
-    groups: int = 1,
-    top_groups: int = 1,
-    renormalise: bool = False,
-    scale: float | None = None,
-    scoring: Literal["softmax", "sigmoid"] | None = None,
-    wide: bool = False,
-    biased: bool = False,
-    fields: RoutingFields = RoutingFields(),
-) -> Routing:
-    """A routing by ``method``; numbers are the defaults of its fields.
+@dataclass(frozen=True, slots=True)
+class RoutingDefaults:
+    """How a family routes.  ``top_k``, ``groups``, ``top_groups`` and ``scale`` are the defaults of their fields.
 
-    ``greedy`` reads no groups; ``noaux_tc`` scores by sigmoid, corrects by a bias and adds an epsilon where it renormalises,
-    as DeepSeek-V3 does.  ``scale`` is the default of a field that greedy families do not have (None).
-
-    Combinations that no routing can do are refused here, once, and never looked at again.
+    ``scale``: None for a family without that field.  ``renormalise``, ``wide`` and ``biased``: as in :class:`Routing`.
     """
-    corrected = method == "noaux_tc"
-    k = reader.integer(fields.top_k, top_k, most=MAX_EXPERTS)
-    if method == "greedy":
-        groups = top_groups = 1
-    else:
-        groups = reader.optional_integer(fields.groups, groups, most=MAX_EXPERTS) or 1
-        top_groups = reader.optional_integer(fields.top_groups, top_groups, most=MAX_EXPERTS) or 1
-    factor = 1.0 if scale is None else reader.number(fields.scale, scale)
+
+    method: RoutingMethod
+    top_k: int
+    groups: int = 1
+    top_groups: int = 1
+    scale: float | None = None
+    renormalise: bool = False
+    wide: bool = False
+    biased: bool = False
+
+
+def read_routing(reader: FieldReader, experts: int, defaults: RoutingDefaults, fields: RoutingFields = RoutingFields()) -> Routing:
+    """The routing of a layer of ``experts``; a combination that no routing can do is a problem of the reader.
+
+    ``greedy`` reads no groups.  ``noaux_tc`` scores by sigmoid, corrects by a bias, and adds an epsilon where it renormalises,
+    as DeepSeek-V3 does.
+    """
+    corrected = defaults.method == "noaux_tc"
+    k = reader.integer(fields.top_k, defaults.top_k, most=MAX_EXPERTS)
+    groups = top_groups = 1
+    if defaults.method != "greedy":
+        groups = reader.optional_integer(fields.groups, defaults.groups, most=MAX_EXPERTS) or 1
+        top_groups = reader.optional_integer(fields.top_groups, defaults.top_groups, most=MAX_EXPERTS) or 1
+    scale = 1.0 if defaults.scale is None else reader.number(fields.scale, defaults.scale)
     problems = list(unroutable(experts, k, groups, top_groups, corrected))
     for argument, expected, actual in problems:
         reader.fail(getattr(fields, argument), expected, fault=ModelFault.UNSUPPORTED_FIELD, actual=actual)
@@ -121,21 +124,21 @@ def read_routing(
     return Routing(
         experts=experts,
         top_k=k,
-        scoring=scoring or ("sigmoid" if corrected else "softmax"),
+        scoring="sigmoid" if corrected else "softmax",
         groups=groups,
         top_groups=top_groups,
         best_two=corrected,
         corrected=corrected,
-        renormalise=renormalise,
-        epsilon=RENORMALISE_EPSILON if corrected and renormalise else 0.0,
-        scale=factor,
-        wide=wide,
-        biased=biased,
+        renormalise=defaults.renormalise,
+        epsilon=RENORMALISE_EPSILON if corrected and defaults.renormalise else 0.0,
+        scale=scale,
+        wide=defaults.wide,
+        biased=defaults.biased,
     )
 
 
 def read_stepped_layers(reader: FieldReader, layers: int) -> tuple[int, ...]:
-    """The layers with experts as Qwen writes it: every ``decoder_sparse_step``-th, without those of ``mlp_only_layers``."""
+    """Qwen's layers with experts: every ``decoder_sparse_step``-th, without those of ``mlp_only_layers``."""
     step = reader.integer("decoder_sparse_step", 1, most=MAX_LAYERS)
     dense = reader.raw.get("mlp_only_layers") or ()
     if not isinstance(dense, (list, tuple)) or not all(isinstance(i, int) and not isinstance(i, bool) for i in dense):
@@ -146,7 +149,7 @@ def read_stepped_layers(reader: FieldReader, layers: int) -> tuple[int, ...]:
 
 
 def moe_conditions(config: MoEDecoderConfig) -> tuple[Divisibility, ...]:
-    """Those of the decoder (its intermediate size counts only if some layer is dense), and those of experts."""
+    """The decoder's conditions (that on its intermediate size only if some layer is dense), and those of experts."""
     dense = decoder_conditions(config.decoder)
     if len(config.moe.layers) == config.decoder.layers:
         dense = tuple(c for c in dense if c.what != "elements of intermediate_size")
@@ -154,12 +157,12 @@ def moe_conditions(config: MoEDecoderConfig) -> tuple[Divisibility, ...]:
 
 
 def moe_layers(config: MoEDecoderConfig) -> ExpertLayers | None:
-    """What there is to divide between expert-parallel ranks."""
+    """The experts to divide between expert-parallel ranks."""
     return config.moe.experts
 
 
 def moe_block(moe: MoEConfig, dense: Callable[[int], nn.Module], groups: Groups, dtype: torch.dtype) -> Callable[[int], nn.Module]:
-    """What makes the feed-forward block of a layer, given its number: experts where there are some, else ``dense``."""
+    """A function that builds the feed-forward block of a layer, by its number: experts, or ``dense``."""
     sparse = frozenset(moe.layers)
 
     def block(layer: int) -> nn.Module:
@@ -173,16 +176,16 @@ def build_moe_decoder(config: MoEDecoderConfig, groups: Groups, dtype: torch.dty
     d = config.decoder
 
     def dense(layer: int) -> nn.Module:
-        return GatedMLP(f"layers.{layer}.mlp", d.hidden_size, d.intermediate_size, d.act, bias=d.mlp_bias, tp=groups.tp, dtype=dtype)
+        return GatedMLP(f"layers.{layer}.mlp", d.mlp, tp=groups.tp, dtype=dtype)
 
     return build_decoder(d, groups, dtype, mlp=moe_block(config.moe, dense, groups, dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class MoENames:
-    """How checkpoints spell a layer of experts below ``at`` (a template with the layer's number); "" for what is not there.
+    """Tensor names of a layer of experts below ``at`` (a template with the layer's number); "" for none.
 
-    ``experts`` are the spellings of the experts themselves, the published one first.
+    ``experts``: the spellings of the experts, the published one first.
     """
 
     at: str = "layers.{}.mlp"
@@ -194,7 +197,7 @@ class MoENames:
 
 
 def moe_rules(moe: MoEConfig, *names: MoENames) -> tuple[Rule, ...]:
-    """Rules for the layers of experts, in all the spellings."""
+    """Rules for the layers of experts, in all spellings."""
     return tuple(rule for one in names for rule in _moe_rules(moe.shape, one)) if moe.layers else ()
 
 
@@ -211,23 +214,23 @@ def _moe_rules(shape: MoEShape, names: MoENames) -> Iterable[Rule]:
 
 
 def with_moe(dense: rules.Mapping, moe: MoEConfig, *names: MoENames, skipped_layers: SkipLayers | None = None) -> rules.Mapping:
-    """The mapping of the dense part with that of the experts."""
+    """The mapping of the dense part and the experts."""
     refused = swapped_names(*(experts for one in names for experts in one.experts))
     return rules.Mapping((*dense.rules, *moe_rules(moe, *names)), dense.skips, refused, skipped_layers)
 
 
 def moe_mapping(config: MoEDecoderConfig, *names: MoENames) -> rules.Mapping:
-    """Rules for just those tensors that the configuration asks for; layers for multi-token prediction are skipped."""
+    """Rules for the tensors of this configuration; layers for multi-token prediction are skipped."""
     skipped = mtp_skip(config.decoder.layers, config.mtp_layers)
     return with_moe(decoder_mapping(config.decoder), config.moe, *names, skipped_layers=skipped)
 
 
 def mtp_skip(layers: int, mtp_layers: int) -> SkipLayers | None:
-    """The named rule that leaves out the layers behind the last one, experts and all."""
+    """The rule that skips the layers after the last one, with their experts."""
     reason = "layers for multi-token prediction are not run"
     return SkipLayers("layers.{}", layers, layers + mtp_layers, reason) if mtp_layers else None
 
 
 def defaulted(raw: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """``raw`` with what the family's transformers class takes for absent fields, where that differs from other families."""
+    """``raw`` with the family's own defaults for absent fields."""
     return {**defaults, **raw}

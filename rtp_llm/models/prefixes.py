@@ -1,7 +1,7 @@
-"""What stands before tensor names in a checkpoint: data of a family, asked of the names that are there.
+"""Prefixes of tensor names in a checkpoint: a family lists them, and the names in the checkpoint decide.
 
 Hugging Face's classes keep the layers of a model in a *body* (``model.``, ``bert.``), and heads beside it (``lm_head``).  A body that is
-saved alone has no prefix; a multimodal wrapper gives the whole language model another one.  Families spell names without any.
+saved alone has no prefix; a multimodal wrapper adds another one.  Families spell names without prefix.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rtp_llm.plan.rules import Mapping
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What stands before the names of the body, and before those of heads."""
+    """The prefix of names in the body, and that of heads."""
 
     body: str
     head: str = ""
@@ -24,8 +24,8 @@ class Prefix:
 class Prefixes:
     """The prefixes that a family's checkpoints may have, the usual one first.
 
-    modules: the first parts of names in the body, by which a prefix is recognised.
-    heads: the first parts of names beside it.
+    modules: first parts of names in the body, which identify a prefix.
+    heads: first parts of names outside of the body.
     """
 
     modules: tuple[str, ...]
@@ -33,9 +33,9 @@ class Prefixes:
     known: tuple[Prefix, ...]
 
     def of(self, names: Collection[str]) -> Prefix:
-        """The first prefix that a tensor of the body has; the usual one where none has any.
+        """The first prefix of a tensor of the body; the usual one if there is none.
 
-        A checkpoint with two of them has tensors that no rule knows, and is refused for these.
+        In a checkpoint with two prefixes no rule knows the tensors of the second one, which are refused.
         """
         for prefix in self.known:
             starts = tuple(f"{prefix.body}{module}." for module in self.modules)
@@ -44,14 +44,14 @@ class Prefixes:
         return self.known[0]
 
     def stripped(self, names: Collection[str]) -> frozenset[str]:
-        """The names without their prefix; those of neither body nor heads are left out."""
+        """The names of body and heads, without prefix."""
         prefix = self.of(names)
         heads = tuple(f"{prefix.head}{head}." for head in self.heads)
         found = {name.removeprefix(prefix.head) for name in names if name.startswith(heads)}
         return frozenset(found | {name.removeprefix(prefix.body) for name in names if name.startswith(prefix.body)})
 
     def mapping(self, mapping: Mapping, names: Collection[str]) -> Mapping:
-        """A family's mapping with the prefix that the checkpoint's ``names`` have."""
+        """A family's mapping with the prefix of the checkpoint's ``names``."""
         prefix = self.of(names)
         return mapping.under(prefix.body, prefix.head, self.heads)
 

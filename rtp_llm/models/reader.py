@@ -1,4 +1,4 @@
-"""How families read ``config.json``, and the limits that all of them keep."""
+"""How families read ``config.json``, and limits for all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rtp_llm.models.faults import ModelFault
 
 __all__ = ["CONFIG_FILE", "MAX_LAYERS", "MAX_POSITIONS", "MAX_SIZE", "FieldReader", "config_reader"]
 
-#: The largest number of layers; published models have fewer than 200, and each costs a module, a millisecond of building
+#: The largest number of layers; published models have fewer than 200, and each takes a module, a millisecond to build,
 #: and nine findings before anything is checked.
 MAX_LAYERS: Final = 512
 

@@ -1,4 +1,4 @@
-"""The model families, and which of them serves an architecture that ``config.json`` names."""
+"""The model families, and the family of an architecture in ``config.json``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def register(families: Iterable[Family]) -> tuple[Family, ...]:
     """The families as a table, sorted by name.
 
     Raises:
-        ConfigError: ``DUPLICATE_ARCHITECTURE``, for every name or architecture that stands there twice.
+        ConfigError: ``DUPLICATE_ARCHITECTURE``, for every name or architecture that is registered twice.
     """
     table = tuple(sorted(families, key=lambda family: family.name))
     owners: dict[str, list[str]] = {}
@@ -31,7 +31,7 @@ def register(families: Iterable[Family]) -> tuple[Family, ...]:
     return table
 
 
-#: What families with experts support.
+#: Features of families with experts.
 _EXPERTS = Features(expert_parallel=True)
 
 FAMILIES: tuple[Family, ...] = register(
@@ -62,12 +62,11 @@ FAMILIES: tuple[Family, ...] = register(
 )
 
 
-def resolve(architectures: Sequence[str], families: Sequence[Family] = FAMILIES) -> Family:
+def find_family(architectures: Sequence[str], families: Sequence[Family] = FAMILIES) -> Family:
     """The family of the one architecture that a checkpoint names.
 
     Raises:
-        ConfigError: ``UNKNOWN_ARCHITECTURE`` where there is none, or not just one, or one that no family knows; the
-            message lists those that are known.
+        ConfigError: ``UNKNOWN_ARCHITECTURE``: none, several, or one that no family knows; the message lists the known ones.
     """
     known = {architecture: family for family in families for architecture in family.architectures}
     if len(architectures) == 1 and architectures[0] in known:

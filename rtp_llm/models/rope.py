@@ -9,16 +9,16 @@ from rtp_llm.layers.rotary import ROPE_KINDS, RopeParameters
 from rtp_llm.models.faults import ModelFault
 from rtp_llm.models.reader import MAX_POSITIONS, FieldReader
 
-#: What transformers takes where no file says otherwise (``RotaryEmbeddingConfigMixin.default_theta``).
+#: transformers' default (``RotaryEmbeddingConfigMixin.default_theta``).
 DEFAULT_THETA = 10_000.0
 
 
 def read_rope(reader: FieldReader, head_dim: int, max_position_embeddings: int, *, partial: bool = False) -> RopeParameters:
     """The rotary parameters of a family that has one set for all its layers.
 
-    As in transformers, ``rope_scaling`` goes before ``rope_parameters`` where both are there and says something, and a
-    ``rope_theta`` or ``partial_rotary_factor`` inside goes before one beside.  ``partial``: the family turns only a part of
-    each head where ``partial_rotary_factor`` says so; others refuse that.
+    As in transformers, ``rope_scaling`` that is not empty comes before ``rope_parameters``; and ``rope_theta`` or
+    ``partial_rotary_factor`` inside of it before those outside.  ``partial``: ``partial_rotary_factor`` may rotate a part of
+    each head; other families refuse it.
     """
     inner = reader.nested("rope_scaling") or reader.nested("rope_parameters") or reader.beside({}, "")
     _refuse_layers(inner)
@@ -31,7 +31,7 @@ def read_rope(reader: FieldReader, head_dim: int, max_position_embeddings: int, 
     # The dynamic kind has dim - 2 in a denominator.
     least = 4 if kind == "dynamic" else 2
     if dim % 2 or dim < least:
-        # Where head_dim follows from two other fields, a problem with those is the one to tell.
+        # If head_dim follows from two other fields, their problem is the one to report.
         if reader.raw.get("head_dim") is not None or reader.sound("hidden_size", "num_attention_heads"):
             reader.fail("head_dim", f"an even number of rotated elements, at least {least}", actual=dim)
         dim = least
@@ -40,7 +40,7 @@ def read_rope(reader: FieldReader, head_dim: int, max_position_embeddings: int, 
 
 
 def _refuse_layers(inner: FieldReader) -> None:
-    """Parameters for each layer type would be read as none at all, and give the default rotation without a word."""
+    """Refuses parameters for each layer type, which would otherwise silently give the default rotation."""
     for name, value in inner.raw.items():
         if isinstance(value, Mapping):
             inner.fail(
@@ -49,7 +49,7 @@ def _refuse_layers(inner: FieldReader) -> None:
 
 
 def _gathered(reader: FieldReader, inner: FieldReader) -> FieldReader:
-    """All fields in one object, under the path of the nested one."""
+    """All fields as one object, under the path of the nested one."""
     fields: dict[str, Any] = {}
     for name in ("rope_theta", "partial_rotary_factor"):
         if name in reader.raw:
@@ -58,13 +58,13 @@ def _gathered(reader: FieldReader, inner: FieldReader) -> FieldReader:
     if "rope_type" not in fields and "type" in fields:
         fields["rope_type"] = fields["type"]
     if "original_max_position_embeddings" in reader.raw:
-        # Phi-3 and its kin write it outside, and there it wins.
+        # Phi-3 writes it outside, where it takes precedence.
         fields["original_max_position_embeddings"] = reader.raw["original_max_position_embeddings"]
     return reader.beside(fields, "rope_parameters." if inner.raw else "")
 
 
 def _rotated(fields: FieldReader, kind: str, head_dim: int, partial: bool) -> int:
-    """The rotated elements of a head.  ``proportional`` turns a part of them by itself."""
+    """The rotated elements of a head; ``proportional`` itself rotates a part of them."""
     dim = head_dim
     if kind != "proportional" and fields.raw.get("partial_rotary_factor") is not None:
         share = fields.number("partial_rotary_factor", 1.0)

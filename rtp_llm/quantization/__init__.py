@@ -1,1 +1,1 @@
-"""Quantisation: what a checkpoint declares, what its tensors are, and how a layer holds and uses them."""
+"""Quantisation: what a checkpoint declares, which tensors it has, and how a layer stores and uses them."""

@@ -1,6 +1,6 @@
 """``quant_method: awq`` (Lin et al., 2023, arXiv:2306.00978), as AutoAWQ's GEMM version writes it.
 
-``W[n, k] = (q[k, n] - z[G, n]) * scales[G, n]`` with ``G = k // group``; eight rows ``n`` share a word, in an order of AWQ's own.
+``W[n, k] = (q[k, n] - z[G, n]) * scales[G, n]`` with ``G = k // group``; eight rows ``n`` share a word, in AWQ's order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PACK = 8
 
 def _unpacked(words: torch.Tensor) -> torch.Tensor:
     """Nibble ``i`` of a word holds row ``(0, 2, 4, 6, 1, 3, 5, 7)[i]``: odd rows stand in the upper half."""
-    # Not from a list: a copy from the host would wait, and cannot be recorded in a CUDA graph.
+    # Not from a list: a copy from the host cannot be recorded in a CUDA graph.
     row = torch.arange(_PACK, dtype=torch.int32, device=words.device)
     return unpack(words, 4, row % 2 * 16 + row // 2 * 4)
 

@@ -1,7 +1,7 @@
-"""The tensors that formats keep beside a quantised weight, and how each lies where several matrices are stored as one.
+"""The tensors beside a quantised weight in each format, and their layout where several matrices are stored as one.
 
 In most formats a tensor's first dimension runs along the output features, as the weight's does.  GPTQ and AWQ store their tensors
-``[in, out]``; group indices run along the input alone; scales of the whole tensor have no dimension that could be divided.
+``[in, out]``; group indices have the input dimension alone; scales of the whole tensor have no dimension to divide.
 """
 
 from __future__ import annotations
@@ -30,5 +30,5 @@ _TABLE = (
     Companion("blocks", stacked=4, upright=True),
 )
 
-#: By name, for every method: what a tensor is called says that it is part of a quantised weight.
+#: By name, for every method: a tensor's name says that it is part of a quantised weight.
 COMPANIONS: Mapping[str, Companion] = {companion.name: companion for companion in _TABLE}

@@ -1,4 +1,4 @@
-"""``quant_method: compressed-tensors`` (vLLM's llm-compressor): groups of modules, each with a format of its own."""
+"""``quant_method: compressed-tensors`` (vLLM's llm-compressor): groups of modules, each with its own format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NV_BLOCK, _MX_BLOCK = 16, 32
 
 
 def parse(fields: FieldReader) -> Declared:
-    """Every group of ``config_groups`` counts, with the format of its own where it has one."""
+    """Reads every group of ``config_groups``, with its own format if it has one."""
     fields.absent("sparsity_config", "sparse weights are not supported")
     fields.absent("transform_config", "transformed weights are not supported")
     if fields.raw.get("quantization_status", "compressed") not in ("compressed", "frozen"):
@@ -41,7 +41,7 @@ def parse(fields: FieldReader) -> Declared:
         spec = _spec(group, group.raw.get("format") or fields.raw.get("format"))
         targets = read_names(group, "anchored", "targets").entries or ("Linear",)
         if spec is not None:
-            # A group that names modules goes before one that means all.
+            # Groups that name modules are tried before those that mean all.
             if _CLASSES.isdisjoint(targets):
                 named.append(Group(spec, Names(targets, "anchored")))
             else:
@@ -53,7 +53,7 @@ def parse(fields: FieldReader) -> Declared:
 
 
 def _spec(group: FieldReader, form: object) -> Spec | None:
-    """What a group's weights are; None, with a problem noted, where it is nothing that is known."""
+    """The spec of a group's weights; None, with a problem noted, if it is unknown."""
     weights = group.nested("weights")
     if weights is None:
         group.fail("weights", "an object")

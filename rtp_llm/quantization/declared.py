@@ -1,4 +1,4 @@
-"""What a checkpoint declares of its quantisation, read without trusting it."""
+"""A checkpoint's declaration of its quantisation, which is untrusted."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A declaration, whatever the format that it came in.
+    """A declaration, in any format.
 
-    ``groups`` are tried in order.  ``complete``: the lists claim to say of every linear layer whether it is quantised, so that a
-    plain one that they do not name is a contradiction; else the tensors alone decide.
-    ``experts_only``: the method is for experts alone, and says nothing of other layers.
-    ``options`` are the few words of the declaration that reports repeat.
+    ``groups`` are tried in order.  ``complete``: the lists name every plain linear layer, so another plain one
+    is a contradiction; else the tensors alone decide.
+    ``experts_only``: the method quantises experts alone.
+    ``options``: what reports show of the declaration.
     """
 
     method: str
@@ -42,8 +42,8 @@ class Declared:
         return tuple(group.spec for group in self.groups)
 
     def group_of(self, name: str) -> tuple[Group | None, tuple[str, ...]]:
-        """The group of the module ``name`` as the checkpoint spells it, and the entries that say so; None: it is excluded, or no
-        group names it."""
+        """The group of the module ``name`` (the checkpoint's spelling), and the entries that match; None if it is excluded or in
+        no group."""
         entries = self.excluded.matching(name)
         if entries:
             return None, entries
@@ -56,17 +56,17 @@ class Declared:
         return None, ()
 
 
-#: Formats write null for what is absent, and words in any case.
+#: Formats write null for absent fields, and words in any case.
 _FAULTS = FieldFaults(QuantFault.BAD_DECLARATION, QuantFault.UNSUPPORTED_SCHEME, QuantizationError, lenient=True)
 
 
 def declaration(raw: Mapping[str, Any], file: str, path: str) -> FieldReader:
-    """A reader of a declaration, which stands in ``file`` under ``path``; it raises ``QuantizationError``."""
+    """A reader of the declaration in ``file`` under ``path``; it raises ``QuantizationError``."""
     return FieldReader(raw, _FAULTS, file=file, path=path)
 
 
 def read_names(fields: FieldReader, match: Match, *lists: str) -> Names:
-    """All lists of module names under these fields as one."""
+    """The module names of all these fields, as one list."""
     found: list[str] = []
     for name in lists:
         listed = texts(fields.raw.get(name))

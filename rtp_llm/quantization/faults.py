@@ -8,7 +8,7 @@ from rtp_llm.errors import RtpLlmError
 
 
 class QuantFault(Enum):
-    """Faults of a declaration, of the tensors that it speaks of, and of their values."""
+    """Faults of a declaration, of its tensors, and of their values."""
 
     UNKNOWN_METHOD = "a quantisation method that is not registered"
     UNSUPPORTED_SCHEME = "a method is known, and this way of using it is not supported"
@@ -26,6 +26,6 @@ class QuantFault(Enum):
 
 
 class QuantizationError(RtpLlmError):
-    """Weights that cannot be loaded as what they are."""
+    """Quantised weights that cannot be loaded."""
 
     step = "quantisation"

@@ -2,7 +2,7 @@
 
 MXFP4: ``W = e2m1 * 2 ** (scale - 127)``, a scale for 32 columns.  NVFP4: ``W = e2m1 * scale * second``, an E4M3 scale for 16
 columns and a float32 one for the tensor; compressed-tensors stores the reciprocal of the second, and divides.
-gpt-oss's MXFP4 has the bytes of each block in a dimension of their own.
+gpt-oss's MXFP4 has a further dimension for the bytes of a block.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def e2m1(pairs: torch.Tensor) -> torch.Tensor:
     """``uint8 [..., n] -> float32 [..., 2 n]``: magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 by the lower three bits, bit 3 is the sign."""
     code = torch.arange(16, device=pairs.device)
     exponent, mantissa = code >> 1 & 3, code & 1
-    # Worked out where they are needed: a copy from the host would wait, and cannot be recorded in a CUDA graph.  In quarters, as whole
+    # Computed on the device: a copy from the host cannot be recorded in a CUDA graph.  In quarters, as whole
     # numbers: no device rounds those.
     magnitude = torch.where(exponent > 0, (2 + mantissa) << exponent, 2 * mantissa).float() / 4
     table = torch.where(code < 8, magnitude, -magnitude)
@@ -57,7 +57,7 @@ class Float4:
         return (self.codes, self.scale, *(form for form in (self.second, self.static) if form is not None))
 
     def dequantise(self, tensors: Tensors, matrix: Matrix) -> torch.Tensor:
-        # The product of code and block scale is exact in float32, so that the result is rounded once.
+        # The product of code and block scale is exact in float32, so the result is rounded once.
         weight = e2m1(tensors[self.codes.name]).flatten(1) * broadcast_scales(values_of(tensors[self.scale.name]), self.scale, matrix)
         if self.second is None:
             return weight
@@ -75,7 +75,7 @@ class Float4:
 class Float4Spec:
     """``codes``, ``scale``, ``second``, ``static``: the names of tensors; ``second`` is "" for MXFP4.
 
-    ``apart``: codes are ``[rows, blocks, bytes of a block]``, and not ``[rows, bytes]``.
+    ``apart``: codes are ``[rows, blocks, bytes of a block]``, not ``[rows, bytes]``.
     """
 
     block: int

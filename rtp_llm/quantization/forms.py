@@ -1,9 +1,9 @@
 """How the tensors of a quantised matrix follow its rows and columns.
 
-Every format stores a matrix ``[out, in]`` as a few tensors: codes, scales, zero points, group indices.  Each dimension of
-each of them either stands for rows or columns of the matrix, so many to an element, or has a size of its own.  A
-:class:`TensorForm` says which; from that alone follow the tensor's full shape, the part of it that a shard needs, where that
-goes in a layer's parameter, and which shards cannot be.
+Every format stores a matrix ``[out, in]`` as a few tensors: codes, scales, zero points, group indices.  Each of their
+dimensions either stands for rows or columns of the matrix, so many to an element, or has a fixed size, as a
+:class:`TensorForm` says.  From that follow the tensor's full shape, the part that a shard needs, its place in a layer's
+parameter, and which shards are impossible.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Matrix:
 class Along:
     """A dimension along rows or columns: one element stands for ``per`` of them.
 
-    ``partial``: the last element may stand for fewer, and a shard may begin or end within one, which it then holds whole (a
-    block's scale); else both must be multiples of ``per`` (packed codes).
-    ``whole``: every rank holds all of it (scales that an index picks from).
+    ``partial``: the last element may stand for fewer.  A shard may begin or end within an element, which it then holds whole
+    (a block's scale).  Else both must be multiples of ``per`` (packed codes).
+    ``whole``: every rank holds all of it (scales selected by an index).
     """
 
     axis: int
@@ -71,7 +71,7 @@ class Along:
         return any(cut % self.per for cut in cuts)
 
     def cuts(self, matrix: Matrix) -> list[Span]:
-        """The span in parts that are, on any two ranks, equal or disjoint: an element that a neighbour shares stands alone."""
+        """The span in parts that are equal or disjoint on any two ranks: an element shared with another rank is a part."""
         start, stop = self.span(matrix)
         if self.whole or not self.partial:
             return [(start, stop)]
@@ -106,7 +106,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """One of the tensors of a quantised matrix: its name behind the matrix's slot, torch's name of its dtype, its dimensions."""
+    """One tensor of a quantised matrix: its name after the matrix's slot, torch's name of its dtype, and its dimensions."""
 
     name: str
     dtype: str
@@ -123,7 +123,7 @@ class TensorForm:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A parameter that holds one tensor of several matrices: its shape, its tiles, and where each matrix's part lies."""
+    """A parameter with one tensor of several matrices: its shape, its tiles, and the box of each matrix."""
 
     form: TensorForm
     shape: Shape
@@ -132,10 +132,10 @@ class Laid:
 
 
 def lay(form: TensorForm, matrices: Sequence[Matrix]) -> Laid:
-    """Lays one tensor of all ``matrices`` of a layer out in one parameter.
+    """Lays out one tensor of all ``matrices`` of a layer in one parameter.
 
-    Matrices of one place stand one above another along the dimension of rows or, for a tensor without one, each at an index of
-    a leading dimension; places are a further leading dimension.
+    Matrices of one place are stacked along the dimension of rows; if the tensor has none, along a leading dimension.  Places
+    are a further leading dimension.
     """
     stack = next((i for i, dim in enumerate(form.dims) if isinstance(dim, Along) and dim.axis == ROWS and not dim.whole), None)
     stacked = matrices[0].place is not None

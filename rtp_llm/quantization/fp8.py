@@ -11,8 +11,8 @@ _LISTS = ("modules_to_not_convert", "ignored_layers")
 
 
 def parse(fields: FieldReader) -> Declared:
-    """With ``weight_block_size`` there is a scale for each block, which its name calls an inverse and which multiplies all the
-    same; without there is one for each tensor, and for static activations another."""
+    """With ``weight_block_size`` there is a scale for each block; its name says inverse, but it multiplies.  Else there is one for
+    each tensor, and another for static activations."""
     if fields.raw.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn", "e4m3fn"):
         fields.unsupported("fmt", "e4m3")
     activations = fields.choice("activation_scheme", "dynamic", ("dynamic", "static"))
@@ -37,7 +37,7 @@ def parse(fields: FieldReader) -> Declared:
 
 
 def _block(value: object) -> tuple[int, int] | None:
-    # One row a block would be a group, which this format does not have; 2**16 is beyond every published block.
+    # Blocks of one row would be groups, which this format does not have; 2**16 is larger than every published block.
     if isinstance(value, (list, tuple)) and len(value) == 2 and all(type(n) is int and 1 < n <= 2**16 for n in value):
         return value[0], value[1]
     return None

@@ -1,8 +1,8 @@
 """``quant_method: gptq`` (Frantar et al., 2022, arXiv:2210.17323), as AutoGPTQ and GPTQModel write it.
 
 ``W[n, k] = (q[k, n] - z[G, n]) * scales[G, n]`` with ``G = g_idx[k]``, or ``k // group`` without an index.  Files of the first
-version store ``z - 1``, those of the second ``z``; symmetric ones have ``z = 2 ** (bits - 1)`` whatever they store, since
-published files disagree with their version.
+version store ``z - 1``, those of the second ``z``.  Symmetric ones have ``z = 2 ** (bits - 1)``, whatever they store, since
+published files contradict their version.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rtp_llm.quantization.packed import bad_index
 from rtp_llm.quantization.scheme import Finding, Scheme, Spec, Stored, Tensors, bad_scales, broadcast_scales, of_dtype, required, unpack
 
 METHOD = "gptq"
-#: One in every code of a word, which turns the first version's zero points into the second's: added to the whole word, since the
-#: writers subtract it from the whole word, borrow and all.
+#: One in every code of a word: turns the first version's zero points into the second's.  Added to the whole word with carries,
+#: as the writers subtract it from the whole word.
 _ONES = {4: 0x11111111, 8: 0x01010101}
 
 
@@ -115,7 +115,7 @@ class GptqSpec:
 
 
 def parse(fields: FieldReader) -> Declared:
-    """``dynamic`` is an ordered map from expressions to overrides: ``-:`` leaves modules out, others change bits or groups."""
+    """``dynamic`` maps regular expressions to overrides, in order: ``-:`` excludes modules, others change bits or groups."""
     stored = fields.choice("checkpoint_format", "gptq", ("gptq", "gptq_v2"))
     base = _spec(fields, stored == "gptq")
     groups: list[Group] = []

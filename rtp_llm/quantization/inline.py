@@ -1,10 +1,10 @@
-"""FP8 made of plain weights while they are loaded.
+"""Quantises plain weights to FP8 while they are loaded.
 
-Scales come from whole tensors, rows or blocks as the checkpoint has them, never from a rank's shard: so the codes are the same
-at every number of ranks.  A rank reads what its shard's scales depend on (for one scale the whole tensor, for rows whole rows,
-for blocks whole blocks), each byte once, and makes just its shard of the codes, right in their parameter.
+Scales come from whole tensors, rows or blocks of the checkpoint, never from a rank's shard, so the codes do not depend on the
+number of ranks.  A rank reads the tensor, rows or blocks that its scales depend on, each byte once, and writes only its own
+codes, directly to their parameter.
 
-Rows and blocks need not wait for the whole tensor: it is quantised in bands of rows.
+With scales for rows or blocks a tensor is quantised in bands of rows, as they arrive.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ GRIDS: Mapping[str, Grid] = {"inline-fp8-tensor": "tensor", "inline-fp8-channel"
 #: The largest E4M3 number.
 _MAX = 448.0
 
-#: Elements of a band: enough that a launch on a GPU is worth its work (some 16 operations a band, each some 10 microseconds of a
-#: thread's time), and a fraction of a large matrix.
+#: Elements of a band: enough that launching some 16 operations, of some 10 microseconds each, does not show, and a fraction of a
+#: large matrix.
 _BAND = 2**24
 #: Bytes of working memory for each scale: extremes of both signs and the larger one, in a stored dtype of up to eight bytes, the scale
 #: and a comparison.
 _BYTES_A_SCALE = 29
 
-#: The last part of slots that stay as they are, as in published FP8 checkpoints: gates whose few rows decide much and cost
-#: nothing, low-rank gates of linear attention, an encoder's pooler.  (Routers, heads and embeddings are no linear layers here.)
+#: Last parts of slots that stay plain, as in published FP8 checkpoints: gates, whose few rows matter much and cost little,
+#: low-rank gates of linear attention, an encoder's pooler.  (Routers, heads and embeddings are no linear layers here.)
 _KEPT = frozenset({"shared_gate", "b", "f_a", "f_b", "g_a", "g_b", "weights", "pooler"})
 
 
 def stays_plain(slot: str) -> bool:
-    """Whether a linear layer's ``slot`` names one that is not quantised."""
+    """Whether the linear layer ``slot`` is not quantised."""
     return slot.rpartition(".")[2] in _KEPT
 
 
 def inline_scheme(method: str) -> Scaled:
-    """How the weights are held: E4M3 codes and float32 scales."""
+    """The scheme of the quantised weights: E4M3 codes and float32 scales."""
     grid = GRIDS[method]
     weight = TensorForm("weight", "float8_e4m3fn", (Along(ROWS), Along(COLUMNS)))
     scale = TensorForm("weight_scale", "float32", scale_dims(grid))
@@ -102,7 +102,7 @@ class Quantiser:
                 memory.copy_(view(self._stored(scale), self._within(box, region)))
 
     def _block(self, shape: Shape) -> tuple[int, int]:
-        """Rows and columns of a content of ``shape`` that have one scale."""
+        """Rows and columns of ``shape`` that share a scale."""
         if self.grid == "tensor":
             return shape[0], shape[1]
         if self.grid == "channel":
@@ -111,7 +111,7 @@ class Quantiser:
         return self.grid
 
     def _stored(self, scale: torch.Tensor) -> torch.Tensor:
-        """Scales ``[block rows, block columns]`` as their tensor has them."""
+        """Scales ``[block rows, block columns]`` in their tensor's shape."""
         return scale.reshape(1) if self.grid == "tensor" else scale
 
     def _within(self, box: Box, region: Box) -> Box:
@@ -129,7 +129,7 @@ class Quantiser:
         for a, b, n in _evenly((0, rows), bn):
             for c, d, k in _evenly((0, columns), bk):
                 blocks = content[a:b, c:d].view(-1, n, (d - c) // k, k)
-                # Extremes, not the largest of absolute values: those would be a copy of the tensor.
+                # Minimum and maximum: absolute values would take a copy of the tensor.
                 if blocks.shape[0] * blocks.shape[2] == 1:
                     least, most = torch.aminmax(blocks)
                 elif n > 1:  # one dimension after the other is faster on the CPU
@@ -137,9 +137,9 @@ class Quantiser:
                 else:
                     least, most = blocks.amin((1, 3)), blocks.amax((1, 3))
                 amax[a // bn : -(-b // bn), c // bk : -(-d // bk)] = torch.maximum(least.neg_(), most)
-        # By a tensor: by a number torch's CUDA kernel multiplies with the reciprocal, which rounds otherwise than the CPU.
+        # Divided by a tensor: for a number torch's CUDA kernel multiplies by the reciprocal, and rounds differently from the CPU.
         scale = amax.div_(torch.full((), _MAX, device=content.device))
-        # Also where it is too small a number: zero by zero is no code.
+        # Also for an underflow: 0 / 0 is no code.
         return scale.masked_fill_(scale == 0, 1.0)
 
     def _encode(self, content: torch.Tensor, scale: torch.Tensor, rows: Span, columns: Span, memory: torch.Tensor, step: int) -> None:
@@ -153,14 +153,14 @@ class Quantiser:
 
 
 def _divided(part: torch.Tensor, scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """A part of blocks of ``rows`` and ``columns``, by their scales, in float32 and in the range of E4M3."""
+    """A part made of blocks of ``rows`` and ``columns``, divided by its scales: float32, clamped to the range of E4M3."""
     wide = part.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     wide.view(-1, rows, scales.shape[1], columns).div_(scales[:, None, :, None])
     return wide.clamp_(-_MAX, _MAX)
 
 
 def _evenly(span: Span, per: int) -> Iterator[tuple[int, int, int]]:
-    """A span, cut into those that consist of whole blocks of ``per``, or lie within one: start, stop, and the size of a block."""
+    """Cuts a span at the borders of blocks of ``per``: start, stop, and the size of a block, for each part."""
     start, stop = span
     first, last = min(stop, -(-start // per) * per), stop // per * per
     for a, b, size in ((start, first, first - start), (first, last, per), (max(first, last), stop, stop - max(first, last))):
@@ -183,9 +183,9 @@ def _stepped(span: Span, per: int, most: int) -> Iterator[tuple[int, int, int]]:
 
 
 def made_tiles(laid: Laid, matrices: Sequence[Matrix], grid: Grid) -> tuple[DerivedTile, ...]:
-    """The tiles of one parameter, codes or scales, which are made of the matrices' plain weights.
+    """The tiles of one parameter, codes or scales, which are derived from the matrices' plain weights.
 
-    Both parameters are cut at the same rows of a matrix, so that codes and scales of a band are made of one read.
+    Both parameters are cut at the same rows, so one read gives codes and scales of a band.
     """
     transform = Quantiser(grid)
     tiles = []
@@ -201,7 +201,7 @@ def made_tiles(laid: Laid, matrices: Sequence[Matrix], grid: Grid) -> tuple[Deri
 
 
 def _bands(box: Box, form: TensorForm, matrix: Matrix, grid: Grid) -> Iterator[Box]:
-    """``box`` of a tensor of the matrix, cut at the same rows of the matrix whichever of its tensors it is."""
+    """``box`` of one of the matrix's tensors, cut into bands at rows that are the same for all these tensors."""
     rows = form.dims[ROWS]
     if grid == "tensor" or not isinstance(rows, Along) or not volume(box):
         yield box

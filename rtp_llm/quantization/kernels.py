@@ -1,6 +1,6 @@
-"""Products that work on codes, where the device has them; chosen once, when a layer has been loaded.
+"""Products on quantised codes, where the device supports them; chosen once, when a layer has been loaded.
 
-Everything else is dequantised to float32 and multiplied in the model's dtype, which every device can do.
+Other weights are dequantised to float32 and multiplied in the model's dtype, on every device.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rtp_llm.kernels.needs import Need
-from rtp_llm.kernels.offers import Backend, Lack, Offer, device_facts, lacks, no_kernels
-from rtp_llm.kernels.symbols import Symbol, resolve
+from rtp_llm.kernels.functions import Backend, KernelFunction, Unsupported, device_facts, find_unsupported, no_kernels
+from rtp_llm.kernels.needs import KernelNeed
+from rtp_llm.kernels.symbols import Symbol, resolve_symbol
 from rtp_llm.quantization.forms import Matrix
 from rtp_llm.quantization.scaled import Scaled
 from rtp_llm.quantization.scheme import Scheme, values_of
@@ -29,7 +29,7 @@ _CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, slots=True)
-class ProductNeed(Need):
+class ProductNeed(KernelNeed):
     """``scaled_mm`` of activations with the codes of a matrix ``[rows, columns]``."""
 
     rows: int
@@ -48,29 +48,29 @@ def _limit(need: ProductNeed) -> str:
 _SCALED_MM = Symbol("torch", "_scaled_mm")
 #: Products on codes; it gives bfloat16, so only models of that dtype have it.
 PRODUCTS = Backend(
-    "torch._scaled_mm", "torch", {"scaled_mm": Offer((_SCALED_MM,), frozenset({torch.bfloat16}), _CAPABILITY, _limit)}, no_kernels
+    "torch._scaled_mm", "torch", {"scaled_mm": KernelFunction((_SCALED_MM,), frozenset({torch.bfloat16}), _CAPABILITY, _limit)}, no_kernels
 )
 
 
 def product_need(scheme: Scheme, shape: Sequence[int], dtype: torch.dtype) -> ProductNeed | None:
-    """What the product with a weight of codes ``shape`` needs of the device; None for a scheme that has none on codes: just E4M3
-    with a scale a tensor or a row does."""
+    """The need of the product with codes of ``shape``; None for a scheme without one.  Only E4M3 with a scale for each tensor or
+    row has one."""
     if not isinstance(scheme, Scaled) or not isinstance(scheme.grid, str) or scheme.weight.dtype != "float8_e4m3fn" or len(shape) != 2:
         return None
     return ProductNeed("scaled_mm", dtype, *shape)
 
 
-def product_lacks(need: ProductNeed, device: torch.device) -> tuple[Lack, ...]:
-    """Why a product has to be of dequantised weights on ``device``; nothing where it need not."""
-    return lacks(PRODUCTS, need, {_SCALED_MM: resolve(_SCALED_MM)}, device_facts(device))
+def product_unsupported(need: ProductNeed, device: torch.device) -> tuple[Unsupported, ...]:
+    """Why a product needs dequantised weights on ``device``; empty if it does not."""
+    return find_unsupported(PRODUCTS, need, {_SCALED_MM: resolve_symbol(_SCALED_MM)}, device_facts(device))
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledProduct:
-    """``torch._scaled_mm`` on E4M3 codes ``weight [rows, columns]``, with ``scale [1, rows]`` float32 for each row of it.
+    """``torch._scaled_mm`` on E4M3 codes ``weight [rows, columns]``, with ``scale [1, rows]`` float32.
 
-    Activations get a scale for each token, or ``static``, one for all: the largest of those of fused parts, used to quantise
-    and to dequantise alike.
+    Activations get a scale for each token, or the ``static`` one: the largest of the fused parts, both to quantise and to
+    dequantise.
     """
 
     weight: torch.Tensor
@@ -90,7 +90,7 @@ class ScaledProduct:
 
 
 def product_bytes(scheme: Scheme, shape: Sequence[int]) -> int:
-    """What :func:`choose_kernel` makes for a weight of codes ``shape`` at most: a float32 scale for each row, and a static one."""
+    """The most bytes that :func:`choose_kernel` allocates for codes of ``shape``: a float32 scale for each row, and a static one."""
     need = product_need(scheme, shape, torch.bfloat16)
     return 0 if need is None else 4 * (need.rows + 1)
 
@@ -98,12 +98,12 @@ def product_bytes(scheme: Scheme, shape: Sequence[int]) -> int:
 def choose_kernel(
     scheme: Scheme, matrices: Sequence[Matrix], tensors: Sequence[dict[str, torch.Tensor]], weight: torch.Tensor
 ) -> Kernel | None:
-    """The kernel for a layer's weight; None where it has to be dequantised.
+    """The kernel for a layer's weight; None if it has to be dequantised.
 
-    A scale for each tensor becomes one for each row, so that parts that run as one keep their own.
+    Scales of tensors become scales of rows, so fused parts keep their own.
     """
     need = product_need(scheme, weight.shape, torch.bfloat16)
-    if need is None or not isinstance(scheme, Scaled) or product_lacks(need, weight.device):
+    if need is None or not isinstance(scheme, Scaled) or product_unsupported(need, weight.device):
         return None
     scales = [
         values_of(parts[scheme.scale.name]).reshape(-1).expand(matrix.rows[1] - matrix.rows[0])

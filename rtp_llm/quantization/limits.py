@@ -1,6 +1,6 @@
-"""What values a tensor may have, so that all tensors of a model are checked with one look at the device.
+"""The values that a tensor may have, checked for all tensors of a model with one read from the device.
 
-An extreme is two operations and no copy, whatever the tensor's size; reading a number waits for the device, and is done once.
+Minimum and maximum take two operations and no copy.  Reading a number waits for the device, so all are read at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LARGEST_BYTE = {"float8_e4m3fn": 0x7E, "float8_e8m0fnu": 0xFE, "uint8": 0xFE}
 
 @dataclass(frozen=True, slots=True)
 class ValueRange:
-    """Every element is between the two, which count bytes where the dtype is a float of eight bits."""
+    """The range of every element; of its byte, for a float of eight bits."""
 
     least: float
     most: float
@@ -30,17 +30,17 @@ class ExactValues:
     values: tuple[int, ...]
 
 
-#: By the tensor's name behind the matrix's slot.
+#: By the tensor's name after the matrix's slot.
 ValueChecks = Mapping[str, ValueRange | ExactValues]
 
 
 def scale_limit(dtype: str) -> ValueRange:
-    """A scale, of torch's dtype of this name, is a finite number and not negative; ``uint8`` are exponents."""
+    """The range of scales of torch's dtype ``name``: finite and not negative; ``uint8`` are exponents."""
     byte = _LARGEST_BYTE.get(dtype)
     return ValueRange(0, torch.finfo(getattr(torch, dtype)).max if byte is None else byte)
 
 
-#: Where in what is read some numbers stand: their dtype, the first, and behind the last.
+#: Where numbers are in what is read: their dtype, the first, and the end.
 Seen = tuple[torch.dtype, int, int]
 
 
@@ -52,7 +52,7 @@ class DeferredChecks:
         self._sizes: dict[torch.dtype, int] = {}
 
     def add(self, *numbers: torch.Tensor) -> Seen:
-        """Tensors of one dtype, to be read as one list; the result is what :meth:`read` knows them by."""
+        """Adds tensors of one dtype, to be read as one list; the result is their key in :meth:`read`."""
         flat = [number.reshape(-1) for number in numbers]
         dtype = flat[0].dtype
         start = self._sizes.get(dtype, 0)
@@ -61,18 +61,18 @@ class DeferredChecks:
         return dtype, start, self._sizes[dtype]
 
     def extremes(self, tensor: torch.Tensor) -> Seen:
-        """Adds the least and the largest element, of floats of eight bits the bytes; ``tensor`` has one element at least."""
+        """Adds minimum and maximum (of the bytes, for floats of eight bits); ``tensor`` has at least one element."""
         bits = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point else tensor
         return self.add(*torch.aminmax(bits))
 
     def read(self, seen: Sequence[Seen]) -> list[list[float]]:
-        """The numbers of each: one wait for each dtype."""
+        """The numbers of each key; waits once for each dtype."""
         read = {dtype: torch.cat(parts).tolist() for dtype, parts in self._parts.items()}
         return [read[dtype][start:stop] for dtype, start, stop in seen]
 
 
 def holds(limit: ValueRange | ExactValues, numbers: list[float]) -> bool:
-    """Whether extremes, or the elements themselves, are as they should be.  NaN never is."""
+    """Whether the extremes, or the elements, are allowed.  NaN never is."""
     if isinstance(limit, ExactValues):
         return tuple(numbers) == limit.values
     return limit.least <= numbers[0] and numbers[1] <= limit.most

@@ -1,4 +1,4 @@
-"""``quant_method: modelopt`` (NVIDIA ModelOpt), in ``config.json`` or in a file of its own."""
+"""``quant_method: modelopt`` (NVIDIA ModelOpt), in ``config.json`` or in its own file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rtp_llm.quantization.scheme import Spec
 METHOD = "modelopt"
 _MIXED = "mixed_precision"
 
-#: What each algorithm makes of a weight.
+#: The spec of each algorithm.
 _ALGORITHMS: dict[str, Spec] = {
     "fp8": ScaledSpec("tensor", FP8_DTYPES[:1], static="allowed"),
     "fp8_per_channel_per_token": ScaledSpec("channel", FP8_DTYPES[:1]),
@@ -23,8 +23,8 @@ _ALGORITHMS: dict[str, Spec] = {
 
 
 def parse(fields: FieldReader) -> Declared:
-    """The algorithm stands under ``quantization`` in a file of its own, and at the top in ``config.json``; mixed ones name the
-    algorithm of each layer."""
+    """The algorithm is under ``quantization`` in its own file, and at the top in ``config.json``; a mixed one names one for each
+    layer."""
     nested = fields.nested("quantization") or fields
     algorithm = nested.choice("quant_algo", "", (*_ALGORITHMS, _MIXED))
     groups: list[Group] = []

@@ -1,8 +1,7 @@
 """Lists of module names as quantisation configurations write them, and what they match.
 
-Every format has its own idea of a match.  A list is normalised once: order and container do not matter, and neither do the
-prefixes that multimodal wrappers put before a language model's names.  Names are those of the checkpoint; for parts of a
-fused layer the fused spelling is tried as well.
+Every format matches differently.  A list is normalised once: order, container and the prefixes of multimodal wrappers do not
+matter.  Names are the checkpoint's; for parts of a fused layer the fused name is tried as well.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-# Not re: a match can be given a time limit.  It is one of transformers' own requirements.
+# Not re: this one has time limits.  It is a requirement of transformers.
 import regex  # type: ignore[import-untyped]
 
 from rtp_llm.errors import Problem
@@ -43,8 +42,8 @@ _FUSED = {
     "kv_a_proj_with_mqa": ("fused_qkv_a_proj_with_mqa",),
 }
 
-#: Seconds for one name against one expression, and for all of a list: a checkpoint is untrusted, and an expression may take for
-#: ever.  Real ones take microseconds, and a second for a model with 45,000 modules.
+#: Seconds for one name and expression, and for a whole list: an untrusted expression may never end.  Real ones take microseconds,
+#: and a second for a model with 45,000 modules.
 _TIMEOUT, _BUDGET = 0.5, 10.0
 
 #: A glob whose only wildcard ends it.
@@ -69,8 +68,8 @@ def spellings(name: str) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Compiled:
-    """A list, sorted by how entries are looked up: by the name itself, by runs of its dotted parts, by its beginning (of each
-    length that an entry has), or one after another."""
+    """A list, split by how entries are looked up: by the whole name, by runs of dotted parts, by a prefix (of each length that
+    an entry has), or one after another."""
 
     whole: dict[str, str] = field(default_factory=dict)
     runs: dict[str, str] = field(default_factory=dict)
@@ -83,7 +82,7 @@ class _Compiled:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """A normalised list.  ``entries`` are as the checkpoint spells them, sorted and without doubles."""
+    """A normalised list.  ``entries``: as the checkpoint spells them, sorted and unique."""
 
     entries: tuple[str, ...] = ()
     match: Match = "anchored"
@@ -114,7 +113,7 @@ class Names:
             else:
                 found.runs[plain] = entry
         elif self.match == "glob" and _SIMPLE.fullmatch(plain):
-            # What ModelOpt writes, one for each layer: far too many to try them all on every expert.
+            # ModelOpt writes one for each layer: too many to try them all on every expert.
             found.beginnings.setdefault(len(plain) - 1, {})[plain[:-1]] = entry
         elif open_ended:
             found.parts.append((entry, _pattern(entry, _globbed(plain, dots=self.match == "glob"))))

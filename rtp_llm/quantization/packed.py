@@ -21,7 +21,7 @@ _INT32 = ("int32",)
 
 
 def bad_index(tensors: Tensors, name: str, groups: int, first: int = 0) -> Iterator[Finding]:
-    """A finding where a group index points outside of the ``groups`` from number ``first`` that are there."""
+    """A finding if a group index is outside of the ``groups`` that begin at ``first``."""
     low, high = map(int, torch.aminmax(tensors[name]))
     if low < first or high >= first + groups:
         expected = f"{first} to {first + groups - 1}"
@@ -30,8 +30,8 @@ def bad_index(tensors: Tensors, name: str, groups: int, first: int = 0) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """``zero`` and ``index`` are None where the format has none.  ``rows``: what ``weight_shape`` counts where it is that of several
-    matrices stored as one; None where it is the matrix's own."""
+    """``zero`` and ``index`` are None if the format has none.  ``rows``: those of ``weight_shape``, if it counts several matrices
+    stored as one; None if it is the matrix's own."""
 
     label: str
     bits: int

@@ -1,4 +1,4 @@
-"""``quant_method: quark`` (AMD Quark): a global configuration, and lists of what it leaves out."""
+"""``quant_method: quark`` (AMD Quark): a global configuration, and lists of exclusions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the tensors of a checkpoint are, held against what is declared of them.
+"""Recognises quantised tensors of a checkpoint, and compares them with the declaration.
 
-A tensor's dtype and the tensors beside it say whether a weight is quantised; lists of exclusions say it too, and are wrong often
-enough (prefixes, fused names) that they only serve as a check.
+A weight's dtype and the tensors beside it say whether it is quantised.  Lists of exclusions are often wrong (prefixes, fused
+names), so they only serve as a check.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rtp_llm.quantization.declared import Declared
 from rtp_llm.quantization.faults import QuantFault
 from rtp_llm.quantization.scheme import Finding, Misread, Scheme, Spec, Stored
 
-#: Scales of the KV cache and of attention, as formats call them below an attention block.
+#: Names of scales of the KV cache and of attention, below an attention block.
 _KV = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_output_scale")
 _KV_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 _KV_REASON = "a scale for a quantised KV cache; the cache is kept in the model's dtype, and needs none"
@@ -39,7 +39,7 @@ def with_companions(mapping: rules.Mapping, companions: Iterable[Companion]) -> 
 
 
 def _cache_scales(rule: Rule) -> Iterator[str]:
-    """What scales of a KV cache may be called in the attention block whose output's weight ``rule`` is for."""
+    """Names of KV cache scales in the attention block whose output weight ``rule`` provides."""
     parent, _, leaf = rule.raw.removesuffix(".weight").rpartition(".")
     if leaf == "o_proj" and rule.tensor == "weight":
         yield from (f"{parent}.{name}" for name in _KV)
@@ -48,9 +48,9 @@ def _cache_scales(rule: Rule) -> Iterator[str]:
 
 @dataclass(slots=True)
 class Module:
-    """The tensors of one logical module: its name in the checkpoint, and what is stored under each name behind it.
+    """The tensors of one logical module: its name in the checkpoint, and what is stored under each name after it.
 
-    ``stacked``: they are those of one expert of some that hold all experts.
+    ``stacked``: they are parts of tensors that hold all experts.
     """
 
     raw: str
@@ -60,17 +60,17 @@ class Module:
 
     @property
     def cut(self) -> bool:
-        """Whether it is cut from tensors that hold other modules as well."""
+        """Whether its tensors are parts of tensors with other modules."""
         return any(stored.whole is not None for stored in self.stored.values())
 
     def tensor(self, name: str) -> str:
-        """What the checkpoint calls, or would call, the module's tensor ``name``; the module itself where there is no name."""
+        """The checkpoint's name of the module's tensor ``name``; the module's name if that is empty."""
         if not name or (self.stacked and name == "weight"):
             return self.raw
         return self.raw + _behind(name, self.stacked)
 
     def quantised(self) -> bool:
-        """Whether the tensors say so: by their names, or by a weight that is no floating-point number of full width."""
+        """Whether the names of its tensors, or the dtype of its weight, say so."""
         weight = self.stored.get("weight")
         if weight is not None and weight.dtype not in _PLAIN:
             return True
@@ -83,8 +83,8 @@ _PLAIN_NAMES = frozenset({"weight", "bias"})
 
 @dataclass(slots=True)
 class Recognised:
-    """``schemes`` by slot, without ``.weight``, for every quantised module; ``matched`` counts the modules that each entry of a
-    list matched, and ``undeclared`` names plain ones that nothing is said of."""
+    """``schemes`` of all quantised modules, by slot without ``.weight``.  ``matched``: modules that each entry of a list matched.
+    ``undeclared``: plain modules that the declaration does not mention."""
 
     schemes: dict[str, Scheme] = field(default_factory=dict)
     modules: dict[str, Module] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Recognised:
 
 
 def modules_of(mapping: rules.Mapping, tensors: Iterable[TensorInfo]) -> dict[str, Module]:
-    """The modules of a checkpoint by their slot.  Tensors that no rule knows are left to the plan, which refuses them."""
+    """The modules of a checkpoint by their slot.  The plan refuses tensors that no rule knows."""
     found: dict[str, Module] = {}
     of_interest = {"weight", "bias", *COMPANIONS}
     for tensor in tensors:
@@ -125,9 +125,9 @@ def _behind(name: str, stacked: bool) -> str:
 
 
 def recognise(declared: Declared, modules: Mapping[str, Module], linear: Collection[str]) -> Recognised:
-    """Decides for each module what it is, and holds that against the declaration.
+    """Finds the scheme of each module, and compares it with the declaration.
 
-    ``linear``: the slots of the layers that can be quantised.  Everything else is plain, or refused.
+    ``linear``: the slots of layers that can be quantised.  Others are plain, or refused.
     """
     found = Recognised(modules={**modules})
     built: dict[tuple[object, ...], Scheme | Finding] = {}
@@ -161,8 +161,8 @@ def recognise(declared: Declared, modules: Mapping[str, Module], linear: Collect
 
 
 def _signature(spec: Spec, module: Module) -> tuple[object, ...]:
-    """What a scheme depends on: names, dtypes, and the shapes of what is no matrix, or is a part of one.  All modules have their tensors
-    in one order."""
+    """What a scheme depends on: names, dtypes, and the shapes of all but whole matrices.  The order of tensors is the same in
+    all modules."""
     return (
         id(spec),
         *[

@@ -1,4 +1,4 @@
-"""The quantisation methods, and which of them a checkpoint and the settings ask for."""
+"""The quantisation methods, and the one that a checkpoint declares or the settings ask for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rtp_llm.quantization.inline import GRIDS
 
 #: Keys under which ``config.json`` declares quantisation (compression_config: older compressed-tensors).
 KEYS = ("quantization_config", "compression_config")
-#: The file of its own in which ModelOpt declares it.
+#: ModelOpt's own file.
 MODELOPT_FILE = "hf_quant_config.json"
 
 
@@ -23,9 +23,9 @@ MODELOPT_FILE = "hf_quant_config.json"
 class Method:
     """A row of the matrix that ``rtp-llm models`` and ``doctor`` print.
 
-    ``layers``: the kinds of layers that it may quantise.  ``tensor_parallel``: what the number of ranks must respect.
-    ``cpu``, ``cuda``: how the product of a linear layer is computed there (experts are dequantised, one by one); ``parse`` is None
-    for what is quantised while it is loaded, which cannot be exported.
+    ``layers``: the kinds of layers that it may quantise.  ``tensor_parallel``: conditions on the number of ranks.
+    ``cpu``, ``cuda``: how the product of a linear layer is computed there (experts are dequantised, one by one).
+    ``parse``: None for weights that are quantised during the load, which cannot be exported.
     """
 
     name: str
@@ -65,11 +65,11 @@ BY_NAME: Mapping[str, Method] = {method.name: method for method in METHODS}
 def read_declared(raw: Mapping[str, Any], own_file: Mapping[str, Any] | None, requested: str | None) -> Declared | None:
     """What ``config.json`` (``raw``) or ModelOpt's file declares; None for a plain checkpoint.
 
-    ``requested`` is the setting: it must be what the checkpoint says, or ask for plain weights to be quantised.
+    ``requested`` is the setting: the method that the checkpoint declares, or one that quantises plain weights.
 
     Raises:
-        QuantizationError: an unknown method, a declaration that cannot be, several that differ, or another one than requested;
-            everything wrong at once.
+        QuantizationError: an unknown method, an invalid declaration, several that differ, or another one than requested; has
+            all problems.
     """
     found = [_parse(fields) for fields in _declarations(raw, own_file)]
     if any(one != found[0] for one in found[1:]):

@@ -28,10 +28,10 @@ from rtp_llm.quantization.scheme import (
     values_of,
 )
 
-#: ``e4m3fnuz`` is what AMD's MI300 computes with; its codes are read as what they are, no bits are moved.
+#: ``e4m3fnuz`` is the format of AMD's MI300; its codes are read as they are.
 FP8_DTYPES = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
 
-#: A scale for the tensor, for each row, or for each block of so many rows and columns.
+#: A scale for the tensor, for each row, or for each block of rows and columns.
 Grid = Literal["tensor", "channel"] | tuple[int, int]
 
 
@@ -45,9 +45,9 @@ def grid_label(grid: Grid) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Codes ``weight`` and their ``scale``; ``static``: the scale of static activations, where there is one.
+    """Codes ``weight`` and their ``scale``; ``static``: the scale of static activations, or None.
 
-    ``bits``: of the codes where they are fewer than they take (INT4 in int8).
+    ``bits``: of the codes, if fewer than those of the dtype (INT4 in int8).
     """
 
     label: str
@@ -123,7 +123,7 @@ class ScaledSpec:
         if self.grid == "channel":
             return (Along(ROWS),) if len(found.shape) == 1 else (Along(ROWS), Fixed(1))
         rows, columns = self.grid
-        # A group of INT4 is one row's, and kernels take no part of it; a block may be cut by exactly scaled parts.
+        # A group of INT4 belongs to one row and cannot be split; a block can, since each part keeps its scale.
         return Along(ROWS, rows, partial=rows > 1), Along(COLUMNS, columns, partial=rows > 1)
 
 
@@ -133,7 +133,7 @@ def scalar(name: str, found: Stored) -> tuple[Fixed, ...]:
     Raises:
         Misread: ``WRONG_GRID``, for anything else.
     """
-    # Cut, it has a number for each of the matrices that are stored as one, which the format has one for.
+    # A part of a fused tensor: the format has one number for all matrices stored as one.
     shape = found.shape if found.whole is None else found.whole
     if shape not in ((), (1,)):
         what = "is declared to be one scale for the whole tensor"

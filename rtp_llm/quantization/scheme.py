@@ -1,4 +1,4 @@
-"""What a way of holding a quantised matrix is, and arithmetic that several of them share."""
+"""The interface of a quantisation scheme, and arithmetic that several schemes share."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What the catalogue says of a tensor: torch's name of its dtype, and its shape.
+    """A tensor in the catalogue: torch's name of its dtype, and its shape.
 
-    ``whole``: the shape in the file, where the tensor is cut from one that holds other matrices as well.
+    ``whole``: the shape in the file, if the tensor is a part of one with several matrices.
     """
 
     dtype: str
@@ -34,7 +34,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something wrong with one tensor of a matrix, by the tensor's name behind the matrix's slot."""
+    """Something wrong with one tensor of a matrix, by the tensor's name after the matrix's slot."""
 
     fault: QuantFault
     tensor: str
@@ -45,7 +45,7 @@ class Finding:
 
 
 class Misread(Exception):
-    """The tensors are not what was declared; never leaves this package's callers."""
+    """The tensors are not what was declared; callers of this package catch it."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.what)
@@ -53,7 +53,7 @@ class Misread(Exception):
 
 
 class Scheme(Protocol):
-    """How one quantised matrix is held.  Implementations are frozen dataclasses; equal ones may share a parameter."""
+    """How one quantised matrix is stored.  Implementations are frozen dataclasses; equal ones may share a parameter."""
 
     @property
     def label(self) -> str:
@@ -67,14 +67,14 @@ class Scheme(Protocol):
         """The shard's weights, float32 ``[rows, columns]``: the format's formula, rounded once."""
 
     def limits(self, matrix: Matrix) -> ValueChecks:
-        """What the values of its tensors have to be, for those that are looked at: scales, indices, codes of few bits."""
+        """The allowed values of the tensors that are checked: scales, indices, codes of few bits."""
 
     def check(self, tensors: Tensors, matrix: Matrix) -> Iterator[Finding]:
-        """What is wrong with values that are not within their limits; waits for the device."""
+        """Findings for values outside their limits; waits for the device."""
 
 
 class Spec(Protocol):
-    """A declared way of quantising, before the tensors have been looked at: some formats leave dtypes and names open."""
+    """A declared quantisation, before the tensors are known: some formats leave dtypes and names open."""
 
     @property
     def label(self) -> str:
@@ -82,7 +82,7 @@ class Spec(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every tensor that a matrix may have, by its name behind the matrix's."""
+        """The names, after the matrix's, of all tensors that it may have."""
 
     def build(self, stored: Mapping[str, Stored]) -> Scheme:
         """The scheme of a matrix with these tensors.
@@ -93,7 +93,7 @@ class Spec(Protocol):
 
 
 def required(stored: Mapping[str, Stored], names: tuple[str, ...], what: str) -> str:
-    """The first of ``names`` that is there.
+    """The first of ``names`` that exists.
 
     Raises:
         Misread: ``MISSING_PART``.
@@ -117,11 +117,10 @@ def of_dtype(stored: Mapping[str, Stored], name: str, dtypes: tuple[str, ...], w
 
 
 def broadcast_scales(tensor: torch.Tensor, form: TensorForm, matrix: Matrix) -> torch.Tensor:
-    """A scale or zero point of a shard, with one element for each row and column that it stands for: broadcastable to
-    ``[rows, columns]``."""
+    """Scales or zero points of a shard, repeated for its rows and columns: broadcastable to ``[rows, columns]``."""
     for i, dim in enumerate(form.dims):
         if isinstance(dim, Along) and dim.per > 1:
-            # Picked, not repeated: a declared block may be far larger than the matrix.
+            # Indexed, not repeated: a declared block may be far larger than the matrix.
             start, stop = matrix.spans[dim.axis]
             elements = torch.arange(start, stop, device=tensor.device) // dim.per - dim.span(matrix)[0]
             tensor = tensor.index_select(i, elements)

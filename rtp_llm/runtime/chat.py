@@ -1,8 +1,8 @@
-"""Chat templates, in a process of their own with limits of time and memory: :func:`main` is that process.
+"""Renders chat templates in another process, with limits on time and memory; :func:`main` runs in that process.
 
-A template is a program out of a checkpoint.  jinja2's sandbox keeps it from files and from Python's insides, but not from work
-without end: three nested loops, ``9 ** 9 ** 9``, a text of all the memory there is.  Most of that can be ended only from outside.
-The process is one for all prompts, since it takes most of a second to start.
+A template is a program from an untrusted checkpoint.  jinja2's sandbox keeps it from files and from Python's internals, but not
+from endless work or memory: nested loops, ``9 ** 9 ** 9``.  Most of that can only be stopped from outside.  One process renders
+all prompts, since it takes most of a second to start.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from jinja2 import TemplateError
 from rtp_llm.errors import ConfigError, Problem
 from rtp_llm.runtime.faults import RuntimeFault
 
-#: Seconds of processor time for all prompts together, and for each: a long template with tools takes a millisecond.  Processor time,
-#: since a busy machine takes none of it.
+#: Seconds of processor time for all prompts together, and for each; a long template with tools takes a millisecond.  Processor
+#: time does not depend on other load.
 _SECONDS, _SECONDS_EACH = 3.0, 0.02
 #: Bytes that rendering may take beyond what the process has when it begins.
 _MEMORY = 1 << 30
-#: Characters of a text beyond twice its prompt: the longest system prompts are a tenth of it, and tokenizing takes time too.
+#: Characters allowed beyond twice the prompt: ten times the longest system prompts, and still quick to tokenize.
 _MORE_CHARACTERS = 1 << 20
-#: Seconds on the wall for imports and everything else, for a process that is stopped rather than busy.
+#: Wall-clock seconds for imports and everything else, in case the process hangs without using the processor.
 _PATIENCE_S = 300.0
 
-#: The process.  It has this one's path and so its packages, whatever put them there; ``-m`` would search the working directory first,
-#: which may be the checkpoint.
+#: The program of the process.  It gets this process's ``sys.path``.  ``-m`` would search the working directory first, which may be
+#: the checkpoint.
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from rtp_llm.runtime.chat import main; main()"
 
-#: What a template may raise: its own errors, those of the expressions in it, and the limit of memory.
+#: What a template may raise: its own errors, those of its expressions, and out of memory.
 _ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 
 
 def chat_texts(template: str, special_tokens: Mapping[str, Any], prompts: Sequence[str]) -> list[str]:
-    """Each prompt as the user's first message in ``template``, which sees ``special_tokens`` by name, up to where the answer begins.
+    """Each prompt as the user's first message, rendered by ``template`` with ``special_tokens``, up to where the answer begins.
 
     Raises:
-        ConfigError: ``BAD_CHAT_TEMPLATE``, for a template that fails, or that takes more time, memory or text than any should.
+        ConfigError: ``BAD_CHAT_TEMPLATE``, for a template that fails or exceeds a limit of time, memory or text.
     """
     seconds = _SECONDS + _SECONDS_EACH * len(prompts)
-    asked = {"template": template, "special_tokens": dict(special_tokens), "prompts": list(prompts), "seconds": seconds}
+    request = {"template": template, "special_tokens": dict(special_tokens), "prompts": list(prompts), "seconds": seconds}
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-c", _PROGRAM, *sys.path],
-            input=json.dumps(asked).encode(),
+            input=json.dumps(request).encode(),
             capture_output=True,
             timeout=_PATIENCE_S + seconds,
             check=False,
@@ -83,14 +83,14 @@ def brief(error: BaseException) -> str:
 
 
 def _limit(seconds: float) -> None:
-    """From here on this process ends (SIGXCPU) after so much processor time, and gets no more than :data:`_MEMORY`."""
-    signal.signal(signal.SIGXCPU, signal.SIG_DFL)  # one that is ignored stays so in a child
+    """Limits this process to ``seconds`` more of processor time (then SIGXCPU) and :data:`_MEMORY` more bytes."""
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)  # a child inherits an ignored signal
     used = resource.getrusage(resource.RUSAGE_SELF)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limits = {
         resource.RLIMIT_CPU: math.ceil(used.ru_utime + used.ru_stime + seconds),
         resource.RLIMIT_AS: pages * resource.getpagesize() + _MEMORY,
-        resource.RLIMIT_CORE: 0,  # a file of what was in memory helps nobody
+        resource.RLIMIT_CORE: 0,  # no core dump
     }
     for kind, most in limits.items():
         hard = resource.getrlimit(kind)[1]
@@ -109,12 +109,14 @@ def _rendered(template: str, special_tokens: Mapping[str, Any], prompt: str) -> 
 
 
 def main() -> None:
-    """Reads what is asked from stdin, and writes ``{"texts": [...]}`` or ``{"error": "..."}`` to stdout."""
-    asked = json.load(sys.stdin.buffer)
-    _rendered("", {}, "")  # what is imported and compiled for any template is not its own work
-    _limit(asked["seconds"])
+    """Reads the request from stdin, and writes ``{"texts": [...]}`` or ``{"error": "..."}`` to stdout."""
+    request = json.load(sys.stdin.buffer)
+    _rendered("", {}, "")  # imports and compiles before the limit starts
+    _limit(request["seconds"])
     try:
-        answer: dict[str, Any] = {"texts": [_rendered(asked["template"], asked["special_tokens"], prompt) for prompt in asked["prompts"]]}
+        answer: dict[str, Any] = {
+            "texts": [_rendered(request["template"], request["special_tokens"], prompt) for prompt in request["prompts"]]
+        }
     except _ERRORS as error:
         answer = {"error": brief(error)}
     print(json.dumps(answer))

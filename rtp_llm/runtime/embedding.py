@@ -35,7 +35,7 @@ def embed_texts(model: nn.Module, tokenizer: PreTrainedTokenizerBase, recipe: Re
         ids, mask = encoded["input_ids"].to(device), encoded["attention_mask"].to(device)
         types = encoded.get("token_type_ids")
         hidden = model(ids, mask, None if types is None else types.to(device))
-        # Sums over many tokens need more digits than half precision has.
+        # float32: sums over many tokens lose digits in half precision.
         vectors.append(pool(hidden.float(), mask, recipe.mode))
     joined = torch.cat(vectors)
     return (nn.functional.normalize(joined, dim=-1) if recipe.normalize else joined).cpu()
@@ -50,7 +50,7 @@ def max_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -
     """The most tokens of one text: the recipe's, or the tokenizer's, and no more than the model has positions."""
     wanted = recipe.max_seq_length or tokenizer.model_max_length
     padding = model.embed.padding_id
-    # RoBERTa's positions begin behind the padding token's id.
+    # RoBERTa's positions begin after the padding token's id.
     return int(min(wanted, model.embed.position.rows - (0 if padding is None else padding + 1)))
 
 

@@ -1,7 +1,7 @@
-"""Generation for several prompts at once: a sequence that has ended gives its place to the next prompt.
+"""Continuous batching: when a sequence ends, the next prompt takes its cache row.
 
-Prompts go through the model one by one (those of equal length together), all running sequences then advance together, one
-token a pass.  What a sequence says does not depend on its neighbours, but for the last bits of the arithmetic.
+A prompt is prefilled alone, or with others of equal length.  All running sequences then decode together, one token a pass.
+Answers do not depend on the other sequences, except for the last bits of the arithmetic.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import torch
 
 from rtp_llm.kernels.paging import pages_for
 from rtp_llm.layers.cache import CacheSize, PagedCache
-from rtp_llm.runtime.sampling import Sampler, Sampling, choose
+from rtp_llm.runtime.sampling import Sampler, Sampling, pick_tokens
 
-#: Tokens of prompts that go through the model in one pass, unless one prompt alone has more: enough to fill a GPU, and a bound
-#: on what activations take.
+#: Prompt tokens of one pass, unless one prompt has more: enough to fill a GPU, and a bound on the memory of activations.
 PREFILL_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A prompt, at least one token; the most tokens to add, at least 1; and how to choose them."""
+class GenerationRequest:
+    """A prompt of at least one token, the most tokens to add (at least 1), and how to sample them."""
 
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
@@ -34,7 +33,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens that the cache has to hold: the last new one is never fed back."""
+        """Tokens that the cache must hold; the last new one is not an input."""
         return len(self.prompt_ids) + self.max_new_tokens - 1
 
 
@@ -48,7 +47,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to request number ``index``: a new ``token``, or, at its end, the whole ``answer``."""
+    """A new ``token`` of request number ``index``, or its whole ``answer`` at the end."""
 
     index: int
     token: int | None = None
@@ -57,7 +56,7 @@ class Event:
 
 @dataclass(slots=True)
 class Pace:
-    """Tokens and seconds: of prompts, and of passes that add one token to each sequence."""
+    """Tokens and seconds, of prefill or of decode."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -69,10 +68,10 @@ class Pace:
 
 
 class Decoder(Protocol):
-    """A pass that adds one token to each of several sequences; see :mod:`rtp_llm.runtime.graphs` for another one."""
+    """A decode step; :mod:`rtp_llm.runtime.graphs` has another implementation."""
 
-    def __call__(self, tokens: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
-        """Logits ``[sequences, vocab]`` behind one token for each of the cache's ``slots``."""
+    def __call__(self, tokens: Sequence[int], cache_rows: Sequence[int]) -> torch.Tensor:
+        """Logits ``[sequences, vocab]`` after one more token for each cache row."""
 
 
 class EagerDecoder:
@@ -81,39 +80,39 @@ class EagerDecoder:
     def __init__(self, model: Any, cache: PagedCache) -> None:
         self._model, self._cache = model, cache
 
-    def __call__(self, tokens: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
+    def __call__(self, tokens: Sequence[int], cache_rows: Sequence[int]) -> torch.Tensor:
         ids = torch.tensor(tokens, dtype=torch.long)[:, None].to(self._cache.device)
-        logits: torch.Tensor = self._model(ids, self._cache, slots)[:, -1]
+        logits: torch.Tensor = self._model(ids, self._cache, cache_rows)[:, -1]
         return logits
 
 
 @dataclass(slots=True)
 class _Sequence:
     index: int
-    request: Request
-    slot: int
+    request: GenerationRequest
+    cache_row: int
     sampler: Sampler
     ids: list[int] = field(default_factory=list)
 
 
-def cache_size(requests: Sequence[Request], batch_size: int) -> CacheSize:
-    """The cache in which ``batch_size`` of these requests can run at a time, whichever they are."""
-    slots = min(batch_size, len(requests))
+def cache_size(requests: Sequence[GenerationRequest], batch_size: int) -> CacheSize:
+    """A cache large enough for any ``batch_size`` of these requests at once."""
+    rows = min(batch_size, len(requests))
     lengths = sorted((request.length for request in requests), reverse=True)
-    return CacheSize(slots, sum(map(pages_for, lengths[:slots])), lengths[0])
+    return CacheSize(rows, sum(map(pages_for, lengths[:rows])), lengths[0])
 
 
 class Generation:
-    """Answers to ``requests``, by a causal ``model``, in a ``cache`` that holds no sequence yet.
+    """Answers ``requests`` with a causal ``model`` and an empty ``cache``.
 
-    Under tensor parallelism every rank does this alike, and gets the same answers.  ``stop_ids`` are tokens that end an answer.
-    ``prefill`` and ``decode`` say how fast it was.
+    Under tensor parallelism every rank does the same and gets the same answers.  ``stop_ids`` are tokens that end an answer.
+    ``prefill`` and ``decode`` measure the speed.
     """
 
     def __init__(
         self,
         model: Any,
-        requests: Sequence[Request],
+        requests: Sequence[GenerationRequest],
         cache: PagedCache,
         *,
         stop_ids: Collection[int] = (),
@@ -126,10 +125,10 @@ class Generation:
         self.prefill, self.decode = Pace(), Pace()
 
     def events(self) -> Iterator[Event]:
-        """Everything that happens, in its order; may be iterated once.  Whoever stops early leaves an empty cache.
+        """All events, in order; may be iterated once.  Stopping early releases the cache rows.
 
         Raises:
-            ForwardError: a request that the cache would not hold if it were alone there.
+            ForwardError: a request that is too large for the empty cache.
         """
         try:
             while self._waiting or self._running:
@@ -139,19 +138,19 @@ class Generation:
                     yield from self._advanced(list(self._running), self._next(self._running))
         finally:
             for sequence in self._running:
-                self._cache.release(sequence.slot)
+                self._cache.release(sequence.cache_row)
             self._running.clear()
 
     def _admitted(self) -> list[_Sequence]:
-        """Takes prompts in, in their order, while there is room for the whole of their answers."""
+        """Starts waiting requests, in order, while the cache has pages for their whole answers."""
         started: list[_Sequence] = []
-        while self._waiting and self._cache.free_slots:
+        while self._waiting and self._cache.free_rows:
             index, request = self._waiting[0]
             if pages_for(request.length) > self._cache.free_pages and self._running:
                 break
-            slot = self._cache.take(request.length)
+            cache_row = self._cache.take(request.length)
             self._waiting.popleft()
-            started.append(_Sequence(index, request, slot, Sampler(request.sampling)))
+            started.append(_Sequence(index, request, cache_row, Sampler(request.sampling)))
             self._running.append(started[-1])
         return started
 
@@ -159,8 +158,8 @@ class Generation:
     def _first(self, started: Sequence[_Sequence]) -> list[int]:
         began = time.perf_counter()
         ids = torch.tensor([s.request.prompt_ids for s in started], dtype=torch.long).to(self._cache.device)
-        logits = self._model(ids, self._cache, [s.slot for s in started], last=True)[:, -1]
-        tokens = choose(logits, [s.sampler for s in started])
+        logits = self._model(ids, self._cache, [s.cache_row for s in started], last=True)[:, -1]
+        tokens = pick_tokens(logits, [s.sampler for s in started])
         self.prefill.tokens += ids.numel()
         self.prefill.seconds += time.perf_counter() - began
         return tokens
@@ -168,8 +167,8 @@ class Generation:
     @torch.inference_mode()
     def _next(self, running: Sequence[_Sequence]) -> list[int]:
         began = time.perf_counter()
-        logits = self._decoder([s.ids[-1] for s in running], [s.slot for s in running])
-        tokens = choose(logits, [s.sampler for s in running])
+        logits = self._decoder([s.ids[-1] for s in running], [s.cache_row for s in running])
+        tokens = pick_tokens(logits, [s.sampler for s in running])
         self.decode.tokens += len(tokens)
         self.decode.seconds += time.perf_counter() - began
         return tokens
@@ -182,19 +181,19 @@ class Generation:
                 yield Event(sequence.index, token=token)
             if ended or len(sequence.ids) == sequence.request.max_new_tokens:
                 self._running.remove(sequence)
-                self._cache.release(sequence.slot)
+                self._cache.release(sequence.cache_row)
                 yield Event(sequence.index, answer=Answer(tuple(sequence.ids), "stop" if ended else "length"))
 
 
 def _alike(started: Sequence[_Sequence]) -> Iterator[list[_Sequence]]:
-    """Those whose prompts are equally long, as many at a time as one pass is to take."""
+    """Groups of sequences with prompts of equal length, each small enough for one pass."""
     by_length = sorted(started, key=lambda s: len(s.request.prompt_ids))
     for length, same in groupby(by_length, key=lambda s: len(s.request.prompt_ids)):
         group, most = list(same), max(1, PREFILL_TOKENS // length)
         yield from (group[i : i + most] for i in range(0, len(group), most))
 
 
-def generate_all(model: Any, requests: Sequence[Request], *, stop_ids: Collection[int] = (), batch_size: int = 8) -> list[Answer]:
+def generate_all(model: Any, requests: Sequence[GenerationRequest], *, stop_ids: Collection[int] = (), batch_size: int = 8) -> list[Answer]:
     """The answers to all requests, in their order, ``batch_size`` sequences at a time."""
     if not requests:
         return []
@@ -215,4 +214,4 @@ def generate(model: Any, prompt_ids: Sequence[int], max_new_tokens: int, stop_id
         max_new_tokens: the most tokens to add, at least 1.
         stop_ids: tokens that end the answer.
     """
-    return generate_all(model, [Request(tuple(prompt_ids), max_new_tokens)], stop_ids=stop_ids)[0]
+    return generate_all(model, [GenerationRequest(tuple(prompt_ids), max_new_tokens)], stop_ids=stop_ids)[0]

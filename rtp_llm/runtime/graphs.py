@@ -1,8 +1,8 @@
-"""Decoding by CUDA graphs: a pass is recorded once for each size of batch, and replayed with other contents of the same tensors.
+"""Decoding by CUDA graphs: a pass is recorded once for each batch size, and replayed with new contents in the same tensors.
 
 A decode step of a small batch is thousands of short kernels, and launching them takes longer than they run.  A replay is one
-launch.  Nothing in it may depend on the host: ids, positions, tables, lengths, rotary tables and attention's plans lie in
-tensors that are written before each replay, all of them, those of rows that only fill up the batch included.
+launch.  Nothing in it may depend on the host.  Ids, positions, tables, lengths, rotary tables and attention's plans are in
+tensors that are all written before each replay, padding rows included.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ _log = logging.getLogger("rtp_llm.runtime")
 
 Work = Callable[[], torch.Tensor]
 
-#: Runs before a recording: libraries set themselves up in the first ones, which cannot be recorded (torch.cuda.graph's own advice).
+#: Runs before a recording, as torch.cuda.graph advises: libraries initialise in the first ones, which cannot be recorded.
 _WARM_UPS = 3
 
 
 class Capture(Protocol):
-    """A way to record work."""
+    """Records work."""
 
     def __call__(self, work: Work) -> Work:
-        """Does ``work`` at least once; the result does it again, on the tensors that it was done on, and returns the same tensor."""
+        """Runs ``work`` at least once.  The result runs it again on the same tensors, and returns the same tensor."""
 
 
 def call_again(work: Work) -> Work:
-    """No recording: the work is called each time.  For devices without graphs."""
+    """Records nothing and calls the work each time, for devices without graphs."""
     work()
     return work
 
 
 class CudaCapture:
-    """Recordings as CUDA graphs, which share one pool of memory: only one of them runs at a time."""
+    """Records CUDA graphs, which share one memory pool because only one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # One stream for all: what a library keeps for each, such as cuBLAS its 32 MiB of work space, it then has once.
+        # One stream for all, since libraries keep memory for each stream, such as cuBLAS's 32 MiB of workspace.
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Work) -> Work:
         current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
         self._side.wait_stream(current)
-        # Around the recording too: where that fails, torch.cuda.graph leaves its own stream behind as the current one.
+        # Around the recording too: if it fails, torch.cuda.graph leaves its own stream as the current one.
         with torch.cuda.stream(self._side):
             for _ in range(_WARM_UPS):
                 work()
-            # Other threads, NCCL's among them, may go on asking about their events.
+            # thread_local: other threads, such as NCCL's, may still query their events.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
                 result = work()
         current.wait_stream(self._side)
@@ -71,7 +71,7 @@ class CudaCapture:
 
 
 class _Fixed:
-    """The tensors of one size of batch, and the recording that works on them."""
+    """The tensors of one batch size, and the recording on them."""
 
     def __init__(self, model: Any, cache: PagedCache, rows: int, capture: Capture) -> None:
         self._model, self._cache, self._rows = model, cache, rows
@@ -82,18 +82,18 @@ class _Fixed:
         self._replay = capture(lambda: model.compute(self._ids, step)[:, -1])
 
     def run(self, host: HostRows, tokens: Sequence[int]) -> torch.Tensor:
-        """Logits ``[len(tokens), vocab]``, in memory that the next call writes over."""
+        """Logits ``[len(tokens), vocab]``, which the next call overwrites."""
         more = self._rows - len(tokens)
         self._ids.copy_(torch.tensor([*tokens, *(0,) * more])[:, None])
         self._step = self._model.renew(self._step, host.padded(self._rows, self._cache.width, self._cache.spare))
         return self._replay()[: len(tokens)]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything that is written before a replay and read by it."""
+        """Every tensor that is written before a replay and read by it."""
         paged = self._step.paged
         assert paged is not None
         yield self._ids
-        yield from (paged.rows.slots, paged.rows.positions, paged.rows.places, paged.rows.lengths, paged.rows.tables)
+        yield from (paged.rows.cache_rows, paged.rows.positions, paged.rows.places, paged.rows.lengths, paged.rows.tables)
         yield from self._step.rotary or ()
         yield from self._step.tables or ()
         for plan in paged.plans.values():
@@ -101,13 +101,14 @@ class _Fixed:
 
 
 class GraphDecoder:
-    """A pass that adds one token to each of several sequences, recorded for each of ``sizes``; a batch takes the smallest that
-    holds it.  Its logits are valid until the next call."""
+    """A decode step recorded for each of ``sizes``; a batch takes the smallest that holds it.
+
+    Its logits are valid until the next call."""
 
     @torch.inference_mode()
     def __init__(self, model: Any, cache: PagedCache, sizes: Sequence[int], capture: Capture) -> None:
         self._cache = cache
-        # The largest first: smaller ones then find room in what it took.
+        # The largest first: smaller ones reuse its memory.
         self.fixed = {rows: _Fixed(model, cache, rows, capture) for rows in sorted(sizes, reverse=True)}
 
     @property
@@ -116,15 +117,15 @@ class GraphDecoder:
         return tuple(sorted(self.fixed))
 
     @torch.inference_mode()
-    def __call__(self, tokens: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
-        host = self._cache.begin(len(tokens), 1, slots)
+    def __call__(self, tokens: Sequence[int], cache_rows: Sequence[int]) -> torch.Tensor:
+        host = self._cache.begin(len(tokens), 1, cache_rows)
         logits = self.fixed[min(rows for rows in self.fixed if rows >= len(tokens))].run(host, tokens)
         self._cache.advance(host)
         return logits
 
 
 def batch_sizes(most: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, ... and ``most``: a batch is filled up to less than twice its size."""
+    """1, 2, 4, 8, ... and ``most``: a batch is padded to less than twice its size."""
     sizes = [1 << i for i in range(most.bit_length())]
     return tuple(dict.fromkeys([*sizes, most]))
 
@@ -134,8 +135,8 @@ def unrecordable(model: Any, device: torch.device) -> str:
     if device.type != "cuda":
         return f"the device is {device.type}"
     for module in model.modules():
-        told = getattr(module, "host_bound", None)
-        reason = told() if told is not None else ""
+        host_bound = getattr(module, "host_bound", None)
+        reason = host_bound() if host_bound is not None else ""
         if reason:
             return str(reason)
         for backends in map(dist.get_backend_config, _groups(module)):
@@ -145,7 +146,7 @@ def unrecordable(model: Any, device: torch.device) -> str:
 
 
 def _groups(module: Any) -> Iterator[dist.ProcessGroup]:
-    """The process groups through which a layer speaks."""
+    """The process groups of a layer's collectives."""
     for ranks in (getattr(module, "tp", None), getattr(getattr(module, "groups", None), "everyone", None)):
         if isinstance(ranks, TensorParallel) and ranks.group is not None:
             yield ranks.group
@@ -153,7 +154,7 @@ def _groups(module: Any) -> Iterator[dist.ProcessGroup]:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How tokens are added: ``sizes`` were recorded; ``reason``, where none were."""
+    """The decoder, the batch ``sizes`` that were recorded, and the ``reason`` if none were."""
 
     decoder: Decoder
     sizes: tuple[int, ...] = ()
@@ -165,10 +166,10 @@ class Decoding:
 
 
 def decoding(model: Any, cache: PagedCache, *, graphs: bool = True, longest: int | None = None) -> Decoding:
-    """Records a pass for each size of batch that the cache may see, where that can be done and ``graphs`` are wanted.
+    """Records a pass for each batch size of the cache, if ``graphs`` are wanted and possible.
 
-    ``longest``: the most new tokens that any sequence is to get, where that is known.  The first one of each is the prompt's, so
-    that answers of one token need no recording.
+    ``longest``: the most new tokens of any sequence, if known.  Prefill gives the first token, so answers of one token need no
+    recording.
 
     Raises:
         torch.OutOfMemoryError: no memory for a recording, on one of several ranks.
@@ -181,10 +182,10 @@ def decoding(model: Any, cache: PagedCache, *, graphs: bool = True, longest: int
         reason = unrecordable(model, cache.device)
     if not reason:
         try:
-            decoder = GraphDecoder(model, cache, batch_sizes(cache.size.slots), CudaCapture(cache.device))
+            decoder = GraphDecoder(model, cache, batch_sizes(cache.size.rows), CudaCapture(cache.device))
             return Decoding(decoder, decoder.sizes)
         except RuntimeError as error:  # torch's for whatever cannot be recorded, and for memory
-            # What cannot be recorded cannot be on any rank.  Memory may be short on this one alone, and the others wait in a recording.
+            # A pass that cannot be recorded fails on every rank; memory may be short here alone, while others wait in a recording.
             if isinstance(error, torch.OutOfMemoryError) and any(True for module in model.modules() for _ in _groups(module)):
                 raise
             reason = str(error).partition("\n")[0]

@@ -1,4 +1,4 @@
-"""What a model can be asked, from its configuration files; known before any weight is read."""
+"""Limits of a model from its configuration files, known before any weight is read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rtp_llm.checkpoint import read_config, read_json_file
 from rtp_llm.errors import ConfigError, Problem
-from rtp_llm.models.registry import resolve
+from rtp_llm.models.registry import find_family
 from rtp_llm.runtime.faults import RuntimeFault
 
 #: What to use for a model of the other kind.
@@ -23,7 +23,7 @@ def require_kind(directory: str | Path, kind: str) -> None:
         ConfigError: ``WRONG_KIND``, or an architecture that no family knows.
     """
     architectures = read_config(directory)["architectures"]
-    family = resolve(architectures)
+    family = find_family(architectures)
     if family.kind != kind:
         problem = Problem(
             RuntimeFault.WRONG_KIND,
@@ -38,13 +38,13 @@ def require_kind(directory: str | Path, kind: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``context``: the most tokens in one sequence, prompt and answer together; ``vocabulary``: ids lie below it.  None: unknown."""
+    """``context``: the most tokens of a sequence, prompt and answer together.  ``vocabulary``: ids are smaller.  None: unknown."""
 
     context: int | None
     vocabulary: int | None
 
     def check(self, prompt_ids: Sequence[int]) -> None:
-        """Refuses a prompt that leaves no room for an answer, or has ids that the model has no embedding for.
+        """Refuses a prompt that leaves no room for an answer, or has ids without an embedding.
 
         Raises:
             ConfigError: with everything that is wrong.
@@ -80,9 +80,9 @@ def _positive(config: Mapping[str, Any], name: str) -> int | None:
 
 
 def stop_tokens(directory: str | Path, tokenizer_eos: int | None) -> frozenset[int]:
-    """Every token that ends an answer: of ``generation_config.json``, of ``config.json``, and the tokenizer's own.
+    """Every token that ends an answer: from ``generation_config.json``, ``config.json`` and the tokenizer.
 
-    Chat models end a turn with another token than a text, and the three files often name one each.
+    Chat models end a turn and a text with different tokens, and the three files often name one each.
 
     Raises:
         ConfigError: where ``eos_token_id`` is neither a token id nor a list of them.

@@ -1,4 +1,4 @@
-"""How a checkpoint wants its sentences embedded: the files of sentence-transformers, read and checked.
+"""How a checkpoint embeds sentences: the files of sentence-transformers, read and checked.
 
 Format: https://sbert.net (``modules.json``, ``1_Pooling/config.json``, ``sentence_bert_config.json``,
 ``config_sentence_transformers.json``).  A checkpoint without them is pooled by the mean, as sentence-transformers does.
@@ -35,8 +35,8 @@ _CHAINS = (("Transformer",), ("Transformer", "Pooling"), ("Transformer", "Normal
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """From a text to its vector: put ``prompt`` before it, make it lower case or not, cut it at ``max_seq_length``
-    tokens (None: what the model can take), pool by ``mode``, bring to length 1 or not."""
+    """How to embed a text: put ``prompt`` before it, make it lower case if ``lower_case``, cut it to ``max_seq_length`` tokens
+    (None: the model's most), pool by ``mode``, and scale the vector to length 1 if ``normalize``."""
 
     mode: str = "mean"
     normalize: bool = False
@@ -50,7 +50,7 @@ def read_recipe(directory: str | Path) -> Recipe:
 
     Raises:
         CheckpointError: a file that is there and is not JSON.
-        ConfigError: ``BAD_POOLING``, with everything that the files ask for and that is not here.
+        ConfigError: ``BAD_POOLING``, with everything in the files that is not supported.
     """
     problems: list[Problem] = []
     normalize, folder = _modules(Path(directory), problems)
@@ -79,7 +79,7 @@ def _modules(directory: Path, problems: list[Problem]) -> tuple[bool, str | None
         problems.append(_problem("modules.json", "modules that cannot be run", " or ".join(map(", ".join, _CHAINS)), ", ".join(kinds)))
     folders = [path for kind, path in modules if kind == "Pooling"]
     if folders and not re.fullmatch(r"[0-9]{1,2}_[A-Za-z]{1,32}", folders[0]):
-        # A path out of a checkpoint is not followed wherever it leads.
+        # An untrusted path is not followed.
         problems.append(_problem("modules.json", "an unusual path of the pooling module", "e.g. 1_Pooling", repr(folders[0])))
         return False, None
     # Without modules.json, sentence-transformers' usual folder may still be there.
@@ -92,7 +92,7 @@ def _module_list(directory: Path, problems: list[Problem]) -> Iterator[tuple[str
         return
     with open_regular(path, "modules.json") as (fd, size):
         raw = read_exactly(fd, min(size, MAX_JSON_BYTES), 0)
-    # The file holds a list, and the reader of untrusted JSON takes objects.
+    # The file is a list, but parse_object takes objects.
     entries = parse_object(b'{"modules": %s}' % raw, "modules.json")["modules"]
     for entry in entries if isinstance(entries, list) else [entries]:
         if isinstance(entry, dict) and isinstance(entry.get("type"), str) and isinstance(entry.get("path"), str):

@@ -1,4 +1,4 @@
-"""How the next token is chosen: the most likely one, or one drawn from what temperature, top-k and top-p leave."""
+"""Sampling: the most likely token, or one drawn from those that temperature, top-k and top-p leave."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from rtp_llm.runtime.faults import RuntimeFault
 #: The largest seed that torch's generators take.
 MOST_SEED = 2**63 - 1
 
-#: Below this all temperatures are the same: the next best token has no probability left, unless its score is the very same.
+#: Lower temperatures make no difference: only tokens with the best score keep any probability.
 _LEAST_TEMPERATURE = 1e-6
 
 
-#: Scores from which tokens are drawn at a time.  For each of them 40 bytes are held at the peak: float32 scores and sorted scores, the
-#: order (int64), and in float64 the probabilities and two of their sums.  So 168 MB, for 27 rows of a vocabulary of 152,000, which
-#: is work enough for a GPU.  A batch of hundreds of rows at once would take gigabytes that no check of memory has counted.
+#: Scores that are sampled at once.  Each takes 40 bytes at the peak: float32 scores and sorted scores, int64 order, and in float64
+#: the probabilities and two sums.  So 168 MB, for 27 rows of a vocabulary of 152,000, which is enough work for a GPU.  Hundreds of
+#: rows at once would take gigabytes that no memory check has counted.
 MOST_SCORES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """``temperature`` 0 is greedy; else scores are divided by it, the ``top_k`` best are kept (0: all), and of these as few as
-    together have ``top_p`` of the probability (Holtzman et al., 2019, arXiv:1904.09751), in this order, as in transformers.
+    """How to sample.  ``temperature`` 0 is greedy; else, in this order, as in transformers: scores are divided by ``temperature``,
+    the ``top_k`` best are kept (0: all), and of these the fewest that together have probability ``top_p`` (Holtzman et al.,
+    2019, arXiv:1904.09751).
 
-    ``seed``: of this sequence's own generator, so that its answer depends on no other sequence.  Raises ``ConfigError``.
+    ``seed``: of this sequence's own generator, so its answer depends on no other sequence.  Raises ``ConfigError``.
     """
 
     temperature: float = 0.0
@@ -69,7 +70,7 @@ class Sampling:
 
 
 class Sampler:
-    """One sequence's way to choose, and its random numbers.  They are drawn on the CPU, so that all ranks draw the same."""
+    """One sequence's sampling and random numbers, which are drawn on the CPU so that all ranks draw the same."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -80,12 +81,12 @@ class Sampler:
         return 0.0 if self.sampling.greedy else float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
 
-def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
+def pick_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
     """The next token of each row of ``logits [rows, vocab]``."""
     best = logits.argmax(dim=-1)
     if all(sampler.sampling.greedy for sampler in samplers):
         return [int(i) for i in best.tolist()]
-    # Of all rows before the first group, so that the order of a generator's numbers is that of rows.
+    # Drawn for all rows first, so the order of random numbers does not depend on groups.
     drawn = torch.tensor([[sampler.draw()] for sampler in samplers], dtype=torch.float64).to(logits.device)
     samplings = [sampler.sampling for sampler in samplers]
     rows = max(1, MOST_SCORES // logits.shape[-1])
@@ -96,21 +97,21 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
 
 
 def _drawn(logits: torch.Tensor, samplings: Sequence[Sampling], drawn: torch.Tensor) -> torch.Tensor:
-    """Tokens ``[rows]``: those at which the random numbers ``drawn [rows, 1]``, in [0, 1), stand among the probabilities."""
+    """Tokens ``[rows]``, by inverse transform of the random numbers ``drawn [rows, 1]`` in [0, 1)."""
     ordered, order = remaining(logits, samplings)
     reached = ordered.cumsum(dim=-1)
     place = torch.searchsorted(reached, drawn * reached[:, -1:], right=True)
-    # A product that is rounded up to the whole sum would fall behind the last token that is left.
-    # Of scores that are no numbers none is left, and a place before the first token would stop a GPU for good.
+    # A product rounded up to the whole sum would be after the last token that is kept.
+    # NaN scores keep no token, and a negative index would crash the CUDA context.
     place = torch.minimum(place, (ordered > 0).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)
     return order.gather(1, place)[:, 0]
 
 
 def remaining(logits: torch.Tensor, samplings: Sequence[Sampling]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities of the tokens that are left, float64 ``[rows, vocab]`` from the likeliest on, and which tokens they are.
+    """Probabilities of the tokens that are kept, float64 ``[rows, vocab]``, the most likely first, and the tokens' ids.
 
-    A greedy row is treated as one of temperature 1.  Sums over the vocabulary are float64: float32 has too few digits for its
-    smallest members, and a GPU may add in another order the next time, or on another rank, where all ranks have to draw alike.
+    A greedy row is treated as temperature 1.  Sums over the vocabulary are float64: float32 has too few digits for small
+    probabilities.  A GPU may also add in another order on another rank, and all ranks have to draw the same.
     """
 
     def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
@@ -119,16 +120,16 @@ def remaining(logits: torch.Tensor, samplings: Sequence[Sampling]) -> tuple[torc
     vocabulary = logits.shape[-1]
     temperature = column([max(s.temperature or 1.0, _LEAST_TEMPERATURE) for s in samplings], torch.float32)
     last = column([min(s.top_k or vocabulary, vocabulary) - 1 for s in samplings], torch.int64)
-    # The best score is zero then, and divided by however little it stays a number.
+    # The best score becomes zero, which no small temperature can overflow.
     scores = (logits.float() - logits.amax(dim=-1, keepdim=True).float()) / temperature
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    # Those that score like the last one of top-k stay too, as in transformers.
+    # Ties with the last of top-k are kept, as in transformers.
     ordered = ordered.masked_fill(ordered < ordered.gather(1, last), float("-inf"))
     probabilities = ordered.double().softmax(dim=-1)
-    # From the least likely on, as in transformers: what is left of a sum that begins at the likeliest has no digits near 1.
+    # Summed from the least likely, as in transformers: a sum from the most likely has no digits left near 1.
     behind = probabilities.flip(-1).cumsum(dim=-1).flip(-1)
     dropped = behind <= 1 - column([s.top_p for s in samplings], torch.float64)
-    # The likeliest stays, whatever rounding makes of the sum before it.
+    # The most likely token is always kept, whatever the rounding.
     dropped[:, 0] = False
     probabilities.masked_fill_(dropped, 0)
     return probabilities.div_(probabilities.sum(dim=-1, keepdim=True)), order

@@ -11,10 +11,10 @@ from rtp_llm.errors import ConfigError, Problem
 from rtp_llm.runtime.chat import brief, chat_texts
 from rtp_llm.runtime.faults import RuntimeFault
 
-#: What transformers raises for tokenizer files that are absent or make no sense.
+#: What transformers raises for absent or invalid tokenizer files.
 _TOKENIZER_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, IndexError, RecursionError)
 
-#: What decoders put in the place of bytes that are no character yet.
+#: The replacement for bytes of an incomplete character.
 _INCOMPLETE = "\ufffd"
 
 
@@ -42,7 +42,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, raw: bool) -> list[int]:
-    """Token ids of a prompt: as the user's first message in the chat template or, where ``raw``, as it is.
+    """Token ids of a prompt: as the user's first message in the chat template, or as it is if ``raw``.
 
     Raises:
         ConfigError: no chat template, a broken one, or a prompt without a single token.
@@ -51,10 +51,10 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, raw: bool)
 
 
 def prompt_texts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, raw: bool) -> list[str]:
-    """What the model is to read for each prompt, for :func:`encode_text`.
+    """The text of each prompt for :func:`encode_text`.
 
     Raises:
-        ConfigError: no chat template, a broken one, or one that does not come to an end.
+        ConfigError: no chat template, a broken one, or one that does not end.
     """
     if raw:
         return list(prompts)
@@ -79,7 +79,7 @@ def prompt_texts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, 
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, raw: bool) -> list[int]:
-    """Token ids of a text of :func:`prompt_texts`.  A chat template has written its special tokens out; a raw text gets the tokenizer's.
+    """Token ids of a text of :func:`prompt_texts`.  A chat template has added special tokens; for raw text the tokenizer adds its own.
 
     Raises:
         ConfigError: a text without a single token.
@@ -94,14 +94,14 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, raw: bool) -> 
 class TextStream:
     """Text of a growing list of tokens, as soon as it is certain.
 
-    A character may be split over tokens, and what a token says may depend on the one before it (a leading space): so each piece
-    of text is decoded together with the piece before it.
+    A character may be split over tokens, and the text of a token may depend on the one before (a leading space).  So each piece
+    is decoded together with the one before.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._start = self._told = 0
+        self._start = self._decoded_to = 0
 
     def add(self, token: int) -> str:
         """The text that is certain since the last call; empty while a character is incomplete."""
@@ -113,10 +113,10 @@ class TextStream:
         return self._since(None)
 
     def _since(self, hold: str | None) -> str:
-        before, now = self._decoded(self._ids[self._start : self._told]), self._decoded(self._ids[self._start :])
+        before, now = self._decoded(self._ids[self._start : self._decoded_to]), self._decoded(self._ids[self._start :])
         if len(now) <= len(before) or (hold is not None and now.endswith(hold)):
             return ""
-        self._start, self._told = self._told, len(self._ids)
+        self._start, self._decoded_to = self._decoded_to, len(self._ids)
         return now[len(before) :]
 
     def _decoded(self, ids: list[int]) -> str:

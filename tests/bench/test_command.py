@@ -11,8 +11,8 @@ import pytest
 
 from rtp_llm.bench.contenders import BY_NAME
 from rtp_llm.bench.faults import BenchError
-from rtp_llm.bench.measure import bench
-from rtp_llm.bench.request import COLD, WARM, Request
+from rtp_llm.bench.measure import run_bench
+from rtp_llm.bench.request import COLD, WARM, BenchRequest
 from rtp_llm.bench.summary import Entry, document, reachable
 from rtp_llm.checkpoint import read_catalog
 from rtp_llm.cli.app import main
@@ -21,8 +21,8 @@ from rtp_llm.config import LoadConfig, ParallelConfig
 TWO = "rtp-llm,safetensors"
 
 
-def asked(checkpoint: Path, *names: str) -> Request:
-    return Request(read_catalog(checkpoint), "cpu", LoadConfig(), ParallelConfig(), names, 2)
+def asked(checkpoint: Path, *names: str) -> BenchRequest:
+    return BenchRequest(read_catalog(checkpoint), "cpu", LoadConfig(), ParallelConfig(), names, 2)
 
 
 def test_document(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,8 +160,8 @@ def test_cold_alone_where_it_cannot_be_had(checkpoint: Path, tmp_path: Path) -> 
 
     with tempfile.TemporaryDirectory(dir=memory) as name:
         shutil.copytree(checkpoint, name, dirs_exist_ok=True)
-        request = Request(read_catalog(name), "cpu", LoadConfig(), ParallelConfig(), ("rtp-llm",), 1, (COLD,))
+        request = BenchRequest(read_catalog(name), "cpu", LoadConfig(), ParallelConfig(), ("rtp-llm",), 1, (COLD,))
         with pytest.raises(BenchError, match="NOT_COLD.*--drop_caches"):
-            bench(request)
-        found = bench(replace(request, states=(WARM, COLD), limits=False))
+            run_bench(request)
+        found = run_bench(replace(request, states=(WARM, COLD), limits=False))
     assert found["cache"]["states"] == [WARM] and not found["cache"]["cold"]["possible"] and found["cache"]["cold"]["reason"]

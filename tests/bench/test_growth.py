@@ -11,7 +11,7 @@ import pytest
 
 from rtp_llm.bench import ranks, shards, start
 from rtp_llm.bench.faults import BenchError
-from rtp_llm.bench.growth import draw, exponent, growth, steepest
+from rtp_llm.bench.growth import draw_growth, exponent, growth, steepest
 from rtp_llm.config import LoadConfig, ParallelConfig
 
 
@@ -31,7 +31,7 @@ def test_growth_and_its_picture(tmp_path: Path) -> None:
     assert (found["against"], len(found["points"])) == ("GB", 3)
     assert (found["exponent"], found["exponent_of_processor"]) == (pytest.approx(1), pytest.approx(1))
     assert found["exponent_of_transport"] == pytest.approx(2)
-    draw(tmp_path / "growth.png", [found, found])
+    draw_growth(tmp_path / "growth.png", [found, found])
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from rtp_llm.bench.contenders import BY_NAME, CONTENDERS
 from rtp_llm.bench.measure import environment, record, spawn
-from rtp_llm.bench.request import WARM, Request
+from rtp_llm.bench.request import WARM, BenchRequest
 from rtp_llm.checkpoint import read_catalog
 from rtp_llm.config import LoadConfig, ParallelConfig
 from tests.support.paths import child_env
@@ -30,8 +30,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=child_env({"RTP_LLM_DEVICE": "cpu"}), capture_output=True, text=True, check=False)
 
 
-def request(checkpoint: Path, **changes: Any) -> Request:
-    return replace(Request(read_catalog(checkpoint), "cpu", LoadConfig(), ParallelConfig(), ("rtp-llm",), 1), **changes)
+def request(checkpoint: Path, **changes: Any) -> BenchRequest:
+    return replace(BenchRequest(read_catalog(checkpoint), "cpu", LoadConfig(), ParallelConfig(), ("rtp-llm",), 1), **changes)
 
 
 @pytest.mark.parametrize("name", ["rtp-llm", "safetensors", "transformers"])
@@ -80,7 +80,7 @@ def test_a_failure_is_a_reason(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     checkpoint = tmp_path / "x"
     checkpoint.mkdir()
-    asked = Request(read_catalog(checkpoint), "cpu", LoadConfig(), ParallelConfig(), ("safetensors",), 1)
+    asked = BenchRequest(read_catalog(checkpoint), "cpu", LoadConfig(), ParallelConfig(), ("safetensors",), 1)
     reason = spawn(asked, BY_NAME["safetensors"])
     assert isinstance(reason, str) and reason.startswith("exit code 2: ") and "no weights" in reason
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rtp_llm.cli.failure import describe, report
-from rtp_llm.cli.output import Output, pairs, printable, size, table
+from rtp_llm.cli.output import Output, pairs, print_table, printable, size
 from rtp_llm.config import ConfigFault
 from rtp_llm.errors import MESSAGE_LIMIT, ConfigError, ParallelError, Problem
 from rtp_llm.parallel.faults import ParallelFault
@@ -30,7 +30,7 @@ def test_printable_leaves_nothing_that_steers_a_terminal(text: str) -> None:
 
 def test_tables_and_pairs_show_hostile_names_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     """Escapes and markup of a tensor's name are shown, not obeyed, and no line can be forged."""
-    table(("name",), [(HOSTILE,)])
+    print_table(("name",), [(HOSTILE,)])
     pairs([("name", HOSTILE)])
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\u202e" not in out and "[bold]c[/bold]" in out

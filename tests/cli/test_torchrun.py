@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split, Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from rtp_llm.cli.options import resolve
+from rtp_llm.cli.options import command_settings
 from rtp_llm.cli.ranks import Launch, launched, speaks
 from rtp_llm.errors import ConfigError
 from tests.support.paths import child_env
@@ -108,11 +108,11 @@ def test_export_of_a_sharded_model(tiny: Path, tmp_path: Path) -> None:
 def test_sizes_that_contradict_the_launcher_are_refused() -> None:
     """Flag or variable: neither may say another size or rank than torchrun; the right one is accepted."""
     environ = {"RANK": "1", "WORLD_SIZE": "2"}
-    chosen = {c.setting.name: (c.value, c.source) for c in resolve({"tp_size": "2"}, environ).chosen}
+    chosen = {c.setting.name: (c.value, c.source) for c in command_settings({"tp_size": "2"}, environ).resolved}
     assert (chosen["tp_size"], chosen["tp_rank"]) == ((2, "launcher"), (1, "launcher"))
     for flags, extra in (({"tp_size": "4"}, {}), ({}, {"RTP_LLM_TP_SIZE": "4"}), ({"tp_rank": "0"}, {})):
         with pytest.raises(ConfigError) as caught:
-            resolve(flags, environ | extra)
+            command_settings(flags, environ | extra)
         assert caught.value.problems[0].code == "CONTRADICTION"
 
 
@@ -120,12 +120,12 @@ def test_expert_parallel_groups_divide_the_processes() -> None:
     """With ``ep_size`` the processes form that many groups of ``tp_size``; one that does not divide them is refused."""
     places = []
     for rank in range(4):
-        made = resolve({"ep_size": "2"}, {"RANK": str(rank), "WORLD_SIZE": "4"}).parallel
+        made = command_settings({"ep_size": "2"}, {"RANK": str(rank), "WORLD_SIZE": "4"}).parallel
         places.append((made.tp_size, made.tp_rank, made.ep_size, made.ep_rank))
     assert places == [(2, 0, 2, 0), (2, 1, 2, 0), (2, 0, 2, 1), (2, 1, 2, 1)]
     for bad in ("3", "5", "0", "-1", "x"):
         with pytest.raises(ConfigError, match="ep_size"):
-            resolve({"ep_size": bad}, {"RANK": "0", "WORLD_SIZE": "4"})
+            command_settings({"ep_size": bad}, {"RANK": "0", "WORLD_SIZE": "4"})
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rtp_llm.config import LoadConfig, ParallelConfig
-from rtp_llm.config.docs import all_settings, markdown
-from rtp_llm.config.kinds import Choice, Device, Kind, Refusal, Seconds, Switch, Whole
-from rtp_llm.config.setting import choose, declared, dump, make, spelled
+from rtp_llm.config.docs import all_settings, settings_page
+from rtp_llm.config.kinds import ChoiceKind, Device, Kind, Refusal, Seconds, Switch, Whole
+from rtp_llm.config.setting import declared, dump, make, resolve_settings, spelled
 from rtp_llm.errors import ConfigError
 from tests.support.paths import ROOT
 
@@ -62,11 +62,11 @@ def test_flag_beats_environment_beats_default(name: str) -> None:
     """The same text means the same value from a flag and from the environment, and the source is known."""
     item, cls = ITEM[name], OWNER[name]
     text, value, _, _ = EXAMPLES[name]
-    by_name = {c.setting.name: c for c in choose(cls, {}, {})}
+    by_name = {c.setting.name: c for c in resolve_settings(cls, {}, {})}
     assert (by_name[name].value, by_name[name].source) == (item.default, "default")
-    by_name = {c.setting.name: c for c in choose(cls, {}, {item.env: f" {text} "})}
+    by_name = {c.setting.name: c for c in resolve_settings(cls, {}, {item.env: f" {text} "})}
     assert (by_name[name].value, by_name[name].source) == (value, f"environment variable {item.env}")
-    by_name = {c.setting.name: c for c in choose(cls, {name: text}, {item.env: "nonsense"})}
+    by_name = {c.setting.name: c for c in resolve_settings(cls, {name: text}, {item.env: "nonsense"})}
     assert (by_name[name].value, by_name[name].source) == (value, f"flag --{name}")
 
 
@@ -139,17 +139,19 @@ def test_some_settings_have_their_own_variable_and_all_others_the_prefix() -> No
 
 def test_dump_tells_every_value_and_where_it_came_from() -> None:
     """The line at start reproduces the run."""
-    line = dump(choose(LoadConfig, {"dtype": "float32"}, {"LOAD_METHOD": "scratch"}))
+    line = dump(resolve_settings(LoadConfig, {"dtype": "float32"}, {"LOAD_METHOD": "scratch"}))
     assert "load_method=scratch (environment variable LOAD_METHOD)" in line and "dtype=float32 (flag --dtype)" in line
     assert all(f"{item.name}={spelled(item.default)}" in line for item in declared(LoadConfig) if item.name not in ("dtype", "load_method"))
 
 
 def test_documentation_page_is_what_the_declarations_say() -> None:
     """``docs/settings.md`` is generated: ``python -m rtp_llm.config.docs > docs/settings.md``."""
-    assert (ROOT / "docs" / "settings.md").read_text() == markdown()
+    assert (ROOT / "docs" / "settings.md").read_text() == settings_page()
 
 
-@pytest.mark.parametrize("kind", [Choice(("a", "b")), Whole(0, 9), Seconds(60), Switch(), Device()], ids=lambda kind: type(kind).__name__)
+@pytest.mark.parametrize(
+    "kind", [ChoiceKind(("a", "b")), Whole(0, 9), Seconds(60), Switch(), Device()], ids=lambda kind: type(kind).__name__
+)
 @given(text=st.text())
 def test_no_text_breaks_a_parser(kind: Kind, text: str) -> None:
     """Whatever is typed is either an allowed value or a refusal."""

@@ -14,8 +14,8 @@ from rtp_llm import LoadConfig, ParallelConfig
 from rtp_llm.bench.checksum import COLUMNS, BitsSum
 from rtp_llm.bench.contenders import CONTENDERS
 from rtp_llm.bench.limits import warm_limits
-from rtp_llm.bench.measure import bench
-from rtp_llm.bench.request import WARM, Request
+from rtp_llm.bench.measure import run_bench
+from rtp_llm.bench.request import WARM, BenchRequest
 from rtp_llm.bench.synthetic import llama, write_checkpoint
 from rtp_llm.checkpoint import read_catalog
 
@@ -34,8 +34,8 @@ def test_everybody_who_is_here_agrees(tmp_path: Path) -> None:
     """All installed loaders, once, warm: equal values, device memory counted, ours bounded by the weights and a buffer."""
     write_checkpoint(tmp_path, llama(0.3))
     names = tuple(c.name for c in CONTENDERS)
-    request = Request(read_catalog(tmp_path), "cuda:0", LoadConfig(), ParallelConfig(), names, 1, (WARM,))
-    found = bench(request)
+    request = BenchRequest(read_catalog(tmp_path), "cuda:0", LoadConfig(), ParallelConfig(), names, 1, (WARM,))
+    found = run_bench(request)
     assert found["problems"] == []
     rows = {c["name"]: c for c in found["contenders"] if c["status"] == "measured"}
     assert {"rtp-llm", "safetensors", "safetensors-to", "transformers"} <= rows.keys()

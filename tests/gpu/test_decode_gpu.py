@@ -19,7 +19,7 @@ from rtp_llm.kernels.attention import TORCH_ATTENTION, AttentionCall, LatentCall
 from rtp_llm.kernels.flashinfer_attention import FlashInferAttention
 from rtp_llm.kernels.paging import PAGE_SIZE, HostRows, PagedRows
 from rtp_llm.layers.cache import CacheSize
-from rtp_llm.runtime.generation import EagerDecoder, Generation, Request, cache_size
+from rtp_llm.runtime.generation import EagerDecoder, Generation, GenerationRequest, cache_size
 from rtp_llm.runtime.graphs import CudaCapture, GraphDecoder, decoding
 from rtp_llm.runtime.tokenizer import encode_prompt, load_tokenizer
 from tests.models import decoders, latents
@@ -97,14 +97,14 @@ STEPS = 6
 def decoded(model: Any, ids: torch.Tensor, *, graphs: bool = False) -> torch.Tensor:
     """Logits ``[steps, sequences, vocab]``: prompts one by one, then all together, but for the last steps, of two of the three."""
     cache = model.cache_of(CacheSize(4, 16, 64))
-    slots = [cache.take() for _ in PROMPTS]
-    for slot, prompt in zip(slots, PROMPTS, strict=True):
-        model(ids[slot : slot + 1, :prompt].cuda(), cache, [slot])
+    cache_rows = [cache.take() for _ in PROMPTS]
+    for cache_row, prompt in zip(cache_rows, PROMPTS, strict=True):
+        model(ids[cache_row : cache_row + 1, :prompt].cuda(), cache, [cache_row])
     decode = GraphDecoder(model, cache, (1, 4), CudaCapture(CUDA)) if graphs else EagerDecoder(model, cache)
     found = []
     for step in range(STEPS):
-        live = slots if step < STEPS - 2 else [slots[2], slots[0]]
-        tokens = [int(ids[slot, PROMPTS[slot] + step]) for slot in live]
+        live = cache_rows if step < STEPS - 2 else [cache_rows[2], cache_rows[0]]
+        tokens = [int(ids[cache_row, PROMPTS[cache_row] + step]) for cache_row in live]
         found += list(decode(tokens, live).float().cpu())
     return torch.stack(found)
 
@@ -190,11 +190,11 @@ def test_a_recorded_run_follows_later_plans(latent: bool) -> None:
         out: torch.Tensor = kernels.attend_latent(plan, *values, *held) if latent else kernels.attend(plan, *values, *held)
         return out
 
-    short = rows.refilled(HostRows(1, rows.host.slots, (0, 3, 16, 2), rows.host.tables))
+    short = rows.refilled(HostRows(1, rows.host.cache_rows, (0, 3, 16, 2), rows.host.tables))
     plan = kernels.plan(call, short)
     replay = CudaCapture(CUDA)(lambda: run(kernels, plan, q, pages))
     for past in ((900, 40, 200, 899), (0, 3, 16, 2), (31, 39, 1, 64)):
-        later = rows.refilled(HostRows(1, rows.host.slots, past, rows.host.tables))
+        later = rows.refilled(HostRows(1, rows.host.cache_rows, past, rows.host.tables))
         kernels.renew(plan, call, later)
         found = replay()
         eager = TORCH_ATTENTION.plan(call, later)
@@ -244,8 +244,8 @@ def test_what_waits_for_the_host_is_not_recorded(tmp_path: Path) -> None:
     cache = model.cache_of(CacheSize(2, 8, 64))
     way = decoding(model, cache)
     assert not way.sizes and "one by one" in way.reason
-    slot = cache.take()
-    assert way.decoder([5], [slot]).shape == (1, 101)
+    cache_row = cache.take()
+    assert way.decoder([5], [cache_row]).shape == (1, 101)
 
 
 @pytest.mark.parametrize(("kernels", "graphs"), [("torch", False), ("torch", True), ("flashinfer", False), ("flashinfer", True)])
@@ -255,7 +255,7 @@ def test_smollm2_says_what_is_likeliest(kernels: str, graphs: bool, smollm2: Pat
     tokenizer = load_tokenizer(smollm2)
     subjects = ("the sea", "how bread is made", "an old clock", "why it rains and where the rain goes", "x")
     prompts = [tuple(encode_prompt(tokenizer, f"Here is a long text about {subject}.", raw=True)) for subject in subjects]
-    requests = [Request(prompt, 128) for prompt in prompts]
+    requests = [GenerationRequest(prompt, 128) for prompt in prompts]
     model = loaded(smollm2, kernels).model
     cache = model.cache_of(cache_size(requests, 5))
     way = decoding(model, cache, graphs=graphs)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rtp_llm import LoadConfig, load_model
-from rtp_llm.runtime.generation import Generation, Request, cache_size
+from rtp_llm.runtime.generation import Generation, GenerationRequest, cache_size
 from rtp_llm.runtime.graphs import decoding
 from rtp_llm.runtime.sampling import Sampling
 from tests.support.ranks import run_ranks
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.multi_gpu
 def answers(folder: str, sampling: Sampling) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], tuple[int, ...]]:
     """One rank: answers by plain passes and by graphs, and the sizes of batch that were recorded."""
     model: Any = load_model(folder, load=LoadConfig(device="cuda", timeout_s=60)).model
-    requests = [Request(tuple(range(3 + i, 9 + 2 * i)), 5 + 4 * i, sampling) for i in range(6)]
+    requests = [GenerationRequest(tuple(range(3 + i, 9 + 2 * i)), 5 + 4 * i, sampling) for i in range(6)]
     found = []
     sizes: tuple[int, ...] = ()
     for graphs in (False, True):

@@ -37,7 +37,7 @@ OPS = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotate")
 def kernels() -> FlashInferKernels:
     cuda = torch.version.cuda
     assert cuda is not None
-    modules = dict.fromkeys(m for need in NEEDS if need.op in OPS for m in FLASHINFER.offers[need.op].modules(need))
+    modules = dict.fromkeys(m for need in NEEDS if need.op in OPS for m in FLASHINFER.functions[need.op].modules(need))
     made = Compilation(tuple(modules), cuda).result(10, print, lambda: None)
     libraries = [Path(made.directory) / name / f"{name}.so" for name in made.modules]
     assert {cuda_major(library) for library in libraries if library.exists()} <= {cuda.partition(".")[0]}
@@ -187,7 +187,7 @@ FIRST_REQUEST = """
 import json, os, sys
 from flashinfer.jit import gen_act_and_mul_module
 from rtp_llm import LoadConfig, load_model
-from rtp_llm.runtime.generation import Generation, Request, cache_size
+from rtp_llm.runtime.generation import Generation, GenerationRequest, cache_size
 from rtp_llm.runtime.graphs import decoding
 
 model = load_model(sys.argv[1], load=LoadConfig(device="cuda", kernels="flashinfer", progress=False)).model
@@ -198,7 +198,7 @@ try:
     other.build_and_load()
 except RuntimeError as error:
     refused = "FLASHINFER_DISABLE_JIT" in str(error)
-requests = [Request((1, 2, 3), 4), Request(tuple(range(40)), 4)]
+requests = [GenerationRequest((1, 2, 3), 4), GenerationRequest(tuple(range(40)), 4)]
 cache = model.cache_of(cache_size(requests, 2))
 way = decoding(model, cache)
 events = Generation(model, requests, cache, decoder=way.decoder).events()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from rtp_llm.kernels.attention import AttentionCall, AttentionNeed, LatentCall, LatentNeed
-from rtp_llm.kernels.needs import GateNeed, Need, NormNeed, RotaryNeed
+from rtp_llm.kernels.needs import GateNeed, KernelNeed, NormNeed, RotaryNeed
 
-NEEDS: tuple[Need, ...] = (
+NEEDS: tuple[KernelNeed, ...] = (
     NormNeed("rms_norm", torch.bfloat16, 4096),
     NormNeed("add_rms_norm", torch.bfloat16, 4096),
     GateNeed("silu_and_mul", torch.bfloat16, 14336),

@@ -35,7 +35,7 @@ def rows_of(past: tuple[int, ...], tokens: int, fixed: bool = False) -> PagedRow
 
 def laid(rows: PagedRows, *shape: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Pages that are NaN but for the rows' tokens, and each row's tokens in order."""
-    pages = torch.full((len(rows.slots) * rows.tables.shape[1] + 1, PAGE_SIZE, *shape), float("nan"), dtype=F64)
+    pages = torch.full((len(rows.cache_rows) * rows.tables.shape[1] + 1, PAGE_SIZE, *shape), float("nan"), dtype=F64)
     each = []
     for row, length in enumerate(rows.lengths.tolist()):
         values = torch.randn(length, *shape, dtype=F64, generator=torch.Generator().manual_seed(row + shape[-1]))
@@ -187,7 +187,7 @@ def test_work_space_holds_every_prompt(heads: int, kv_heads: int, dim: int, proc
 )
 def test_sizes_that_flashinfer_has(need: Any, word: str) -> None:
     """SmolLM2, Qwen2 and DeepSeek as published have kernels; other sizes, sparse attention, and sinks are said not to."""
-    limit = FLASHINFER.offers[need.op].limit(need)
+    limit = FLASHINFER.functions[need.op].limit(need)
     assert word in limit and bool(word) == bool(limit)
     assert str(need.call.heads) in need.text
 

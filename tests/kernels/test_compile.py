@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from rtp_llm.kernels.backends import FLASHINFER
-from rtp_llm.kernels.choose import choose
+from rtp_llm.kernels.choose import choose_kernels
 from rtp_llm.kernels.compile import Compilation, Compiled, CompileError, check_tools, cuda_major
 from rtp_llm.kernels.faults import KernelError
-from rtp_llm.kernels.offers import DeviceFacts, JitModule
+from rtp_llm.kernels.functions import DeviceFacts, JitModule
 from rtp_llm.layers.norm import RMSNorm
 from rtp_llm.loader.kernels import KernelPlan, KernelSetup, plan_kernels
 from tests.kernels.declared import NEEDS
@@ -27,7 +27,7 @@ HOPPER = DeviceFacts("cuda", (9, 0), "13.0")
 def modules() -> tuple[JitModule, ...]:
     """Norms and rotation; the gate's module would be looked into when it is loaded, and the toolkit's has nothing in it."""
     needs = [need for need in NEEDS if need.op in ("rms_norm", "add_rms_norm", "rotate")]
-    return tuple(dict.fromkeys(module for need in needs for module in FLASHINFER.offers[need.op].modules(need)))
+    return tuple(dict.fromkeys(module for need in needs for module in FLASHINFER.functions[need.op].modules(need)))
 
 
 def compiled() -> Compiled:
@@ -47,7 +47,7 @@ def _one_after_another(folder: str) -> None:
     toolkit = Toolkit(Path(folder))
     toolkit.install("12.9")
     error = refused()
-    assert error.lack.fault.name == "OTHER_CUDA" and "CUDA 13.0" in error.lack.detail and error.failed == modules()
+    assert error.unsupported.fault.name == "OTHER_CUDA" and "CUDA 13.0" in error.unsupported.detail and error.failed == modules()
 
     toolkit.install("13.0")
     before = toolkit.compiled
@@ -65,7 +65,11 @@ def _one_after_another(folder: str) -> None:
     libraries[1].unlink()
     toolkit.refusal.touch()
     error = refused()
-    assert error.lack.fault.name == "COMPILE_FAILED" and "no such register" in error.lack.detail and "\n" not in error.lack.detail
+    assert (
+        error.unsupported.fault.name == "COMPILE_FAILED"
+        and "no such register" in error.unsupported.detail
+        and "\n" not in error.unsupported.detail
+    )
     assert "no such register" in (libraries[1].parent / "rtp_llm.log").read_text()
     assert [module.generate.name for module in error.failed] == ["gen_rope_module"]
     toolkit.refusal.unlink()
@@ -127,14 +131,14 @@ def _without_tools(folder: str) -> None:
     (toolkit.folder / "cuda" / "bin" / "nvcc").unlink()
     with pytest.raises(CompileError) as caught:
         check_tools(modules(), "13.0")
-    assert caught.value.lack.fault.name == "NO_COMPILER" and "nvcc" in caught.value.lack.detail
+    assert caught.value.unsupported.fault.name == "NO_COMPILER" and "nvcc" in caught.value.unsupported.detail
     assert [module.generate.name for module in caught.value.failed] == ["gen_rope_module"], "what is compiled needs no compiler"
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", folder)
         with pytest.raises(CompileError) as caught:
             check_tools(modules(), "13.0")
-    assert "ninja is not on PATH" in caught.value.lack.detail and caught.value.failed == modules()
+    assert "ninja is not on PATH" in caught.value.unsupported.detail and caught.value.failed == modules()
 
 
 def test_without_compiler(tmp_path: Path) -> None:
@@ -146,7 +150,7 @@ def test_without_compiler(tmp_path: Path) -> None:
 def _fallen_back(folder: str) -> None:
     toolkit = Toolkit(Path(folder))
     needs = tuple(need for need in NEEDS if need.op in ("rms_norm", "add_rms_norm", "rotate"))
-    choices = choose("auto", FLASHINFER, needs, {}, HOPPER)
+    choices = choose_kernels("auto", FLASHINFER, needs, {}, HOPPER)
     assert compiled().fresh == ("norm", "rope")
     toolkit.refusal.touch()
     (toolkit.cached / "rope" / "rope.so").unlink()

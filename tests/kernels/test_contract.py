@@ -15,12 +15,12 @@ _SCRIPT = """
 import json, torch
 from rtp_llm.kernels import compile
 from rtp_llm.kernels.backends import FLASHINFER
-from rtp_llm.kernels.symbols import resolve_all
+from rtp_llm.kernels.symbols import resolve_symbols
 from tests.kernels.declared import NEEDS
 
 symbols = {*FLASHINFER.symbols(NEEDS), *compile.SYMBOLS}
-symbols |= {symbol for offer in FLASHINFER.offers.values() for symbol in offer.symbols}
-found = resolve_all(symbols)
+symbols |= {symbol for function in FLASHINFER.functions.values() for symbol in function.symbols}
+found = resolve_symbols(symbols)
 print(json.dumps({s.path: None if r.fault is None else [r.fault.name, r.detail] for s, r in found.items()}))
 """
 
@@ -30,7 +30,7 @@ from rtp_llm.kernels.backends import FLASHINFER
 from rtp_llm.kernels.compile import described
 from tests.kernels.declared import NEEDS
 
-modules = dict.fromkeys(module for need in NEEDS for module in FLASHINFER.offers[need.op].modules(need))
+modules = dict.fromkeys(module for need in NEEDS for module in FLASHINFER.functions[need.op].modules(need))
 for module, spec in described(modules):
     for attribute in ("name", "build_dir", "is_aot", "get_library_path", "get_object_paths"):
         assert hasattr(spec, attribute), (module, attribute)

@@ -146,7 +146,7 @@ def test_doctor_lists_every_operation(capsys: pytest.CaptureFixture[str]) -> Non
     """A row for each, with why it is not to be had here."""
     main(["doctor"])
     shown = capsys.readouterr().out
-    assert all(op in shown for op in FLASHINFER.offers) and "the device is cpu" in shown and "nvcc" in shown
+    assert all(op in shown for op in FLASHINFER.functions) and "the device is cpu" in shown and "nvcc" in shown
 
 
 def _load_as(directory: str, settings: list[str]) -> str:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from rtp_llm.kernels.faults import FIXES, KernelFault
-from rtp_llm.kernels.symbols import Symbol, resolve
+from rtp_llm.kernels.symbols import Symbol, resolve_symbol
 from tests.kernels.packages import IMPORTS, SIGNATURES, child, planted
 
 _SCRIPT = """
 import json
-from rtp_llm.kernels.symbols import Symbol, resolve
-found = resolve(Symbol({module!r}, {name!r}, {keywords!r}))
+from rtp_llm.kernels.symbols import Symbol, resolve_symbol
+found = resolve_symbol(Symbol({module!r}, {name!r}, {keywords!r}))
 print(json.dumps([None if found.fault is None else found.fault.name, found.detail]))
 """
 _KEYWORDS = ("input", "weight", "eps")
@@ -44,7 +44,7 @@ def test_a_package_whose_own_import_fails(tmp_path: Path) -> None:
 
 
 def test_a_name_or_module_that_is_not_there(tmp_path: Path) -> None:
-    """Another version of the package: it lacks the function, or the module, and is otherwise sound."""
+    """Another version of the package: it find_unsupported the function, or the module, and is otherwise sound."""
     folder = planted(tmp_path, "def other(): pass")
     assert resolved(folder) == ("SYMBOL_MISSING", "it has no fakeinfer.ops.norm")
     assert resolved(folder, module="fakeinfer.elsewhere")[0] == "SYMBOL_MISSING"
@@ -60,11 +60,11 @@ def test_a_signature_that_cannot_be_called(tmp_path: Path, what: str) -> None:
 
 def test_what_can_be_called() -> None:
     """Functions with more optional parameters, methods (whose ``self`` is not counted), builtins without a signature."""
-    assert resolve(Symbol("json", "dumps", ("obj", "indent"))).fault is None
-    assert resolve(Symbol("pathlib", "Path.mkdir", ("mode", "parents"))).fault is None
-    assert resolve(Symbol("math", "hypot")).fault is None
-    assert resolve(Symbol("pathlib", "Path.rename", ())).fault is KernelFault.SIGNATURE, "it asks for a target"
-    assert resolve(Symbol("pathlib", "Path.rename", positional=1)).fault is None
+    assert resolve_symbol(Symbol("json", "dumps", ("obj", "indent"))).fault is None
+    assert resolve_symbol(Symbol("pathlib", "Path.mkdir", ("mode", "parents"))).fault is None
+    assert resolve_symbol(Symbol("math", "hypot")).fault is None
+    assert resolve_symbol(Symbol("pathlib", "Path.rename", ())).fault is KernelFault.SIGNATURE, "it asks for a target"
+    assert resolve_symbol(Symbol("pathlib", "Path.rename", positional=1)).fault is None
 
 
 def test_every_fault_has_a_fix() -> None:

@@ -1,4 +1,4 @@
-"""The paged cache's books: pages and slots are handed out, counted when a pass is done, and given back."""
+"""The paged cache's books: pages and cache rows are handed out, counted when a pass is done, and given back."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LATENTS = CacheShape(((6,), (2,), (3,)))
 STATES = CacheShape(states=(((6, 3), None), ((2, 4, 4), F32)))
 
 
-def cache(slots: int = 3, pages: int = 8, max_length: int = 64, layers: tuple[CacheShape, ...] = (KEYS, LATENTS)) -> PagedCache:
-    return PagedCache(layers, CacheSize(slots, pages, max_length), dtype=F32, device="cpu")
+def cache(cache_rows: int = 3, pages: int = 8, max_length: int = 64, layers: tuple[CacheShape, ...] = (KEYS, LATENTS)) -> PagedCache:
+    return PagedCache(layers, CacheSize(cache_rows, pages, max_length), dtype=F32, device="cpu")
 
 
-def add(made: PagedCache, slots: list[int], tokens: int) -> None:
+def add(made: PagedCache, cache_rows: list[int], tokens: int) -> None:
     """A pass of which nothing is computed."""
-    made.advance(made.begin(len(slots), tokens, slots))
+    made.advance(made.begin(len(cache_rows), tokens, cache_rows))
 
 
 def test_bytes_are_those_of_the_tensors() -> None:
@@ -60,9 +60,9 @@ def test_a_pass_counts_when_it_is_done() -> None:
 def test_tokens_lie_where_the_tables_say() -> None:
     """The token at position ``p`` of a sequence lies at ``p % PAGE_SIZE`` of page ``p // PAGE_SIZE`` of its table."""
     made = cache()
-    slots = [made.take(), made.take()]
-    add(made, slots[1:], 15)
-    host = made.begin(2, 3, slots)
+    cache_rows = [made.take(), made.take()]
+    add(made, cache_rows[1:], 15)
+    host = made.begin(2, 3, cache_rows)
     rows = PagedRows.of(host, CPU)
     values = torch.arange(6.0)[:, None, None].expand(6, 2, 4)
     pages, _ = made.write(0, rows, values, values)
@@ -76,57 +76,62 @@ def test_tokens_lie_where_the_tables_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "tokens", "word"),
-    [([0], 65, "at most 64 more"), ([0, 1], 40, "NO_PAGES.*3 free pages.*2 of 6"), ([0, 0], 1, "each once"), ([2], 1, "no sequences")],
+    ("cache_rows", "tokens", "word"),
+    [
+        ([0], 65, "at most 64 more"),
+        ([0, 1], 40, "NO_PAGES.*3 free pages.*2 of 6"),
+        ([0, 0], 1, "each once"),
+        ([2], 1, "rows of no sequence"),
+    ],
 )
-def test_what_does_not_fit_is_refused_before_it_begins(slots: list[int], tokens: int, word: str) -> None:
-    """More tokens than a sequence may have, than there are pages for, and slots that are none: the cache is as it was."""
+def test_what_does_not_fit_is_refused_before_it_begins(cache_rows: list[int], tokens: int, word: str) -> None:
+    """More tokens than a sequence may have, than there are pages for, and cache rows that are none: the cache is as it was."""
     made = cache(pages=6)
     made.take()
     made.take(64)
     with pytest.raises(ForwardError, match=word):
-        made.begin(len(slots), tokens, slots)
+        made.begin(len(cache_rows), tokens, cache_rows)
     add(made, [0, 1], 10)
     assert made.lengths([0, 1]) == [10, 10] and made.free_pages == 1
 
 
-def test_slots_and_promised_pages() -> None:
-    """A sequence that asked for its pages has them whatever others do; a slot more than there are, and pages more, are refused."""
-    made = cache(slots=2, pages=4)
+def test_cache_rows_and_promised_pages() -> None:
+    """A sequence that asked for its pages has them whatever others do; a cache row more than there are, and pages more, are refused."""
+    made = cache(cache_rows=2, pages=4)
     one = made.take(40)
     assert made.free_pages == 1
     with pytest.raises(ForwardError, match="NO_PAGES"):
         made.take(17)
     two = made.take(16)
-    with pytest.raises(ForwardError, match="NO_SLOT"):
+    with pytest.raises(ForwardError, match="NO_CACHE_ROW"):
         made.take()
     with pytest.raises(ForwardError, match="NO_PAGES"):
         made.begin(1, 17, [two])
     add(made, [one], 40)
     made.release(one)
-    assert (made.free_pages, made.free_slots) == (3, 1)
+    assert (made.free_pages, made.free_rows) == (3, 1)
     with pytest.raises(ForwardError, match="at most 64"):
         made.take(65)
 
 
 def test_states_count_when_they_are_settled_and_begin_at_zero() -> None:
-    """What a layer keeps is taken on at the end, for its own rows alone; whoever takes a slot next starts from nothing."""
+    """What a layer keeps is taken on at the end, for its own rows alone; whoever takes a cache row next starts from nothing."""
     made = cache(layers=(STATES,))
-    slots = [made.take(), made.take()]
-    rows = PagedRows.of(made.begin(1, 2, slots[1:]), CPU)
+    cache_rows = [made.take(), made.take()]
+    rows = PagedRows.of(made.begin(1, 2, cache_rows[1:]), CPU)
     made.keep(0, torch.ones(1, 6, 3), torch.ones(1, 2, 4, 4))
     assert not any(state.any() for state in made.states[0])
     made.settle(rows)
     made.advance(rows.host)
     assert [state[1].all().item() and not state[0].any().item() for state in made.states[0]] == [True, True]
     # A pass that failed had put something aside.
-    made.begin(1, 1, slots[:1])
+    made.begin(1, 1, cache_rows[:1])
     made.keep(0, torch.ones(1, 6, 3), torch.ones(1, 2, 4, 4))
-    rows = PagedRows.of(made.begin(1, 1, slots[:1]), CPU)
+    rows = PagedRows.of(made.begin(1, 1, cache_rows[:1]), CPU)
     made.settle(rows)
     assert not any(state[0].any() for state in made.states[0])
-    made.release(slots[1])
-    assert made.take() == slots[1] and not any(state.any() for state in made.states[0])
+    made.release(cache_rows[1])
+    assert made.take() == cache_rows[1] and not any(state.any() for state in made.states[0])
 
 
 def test_a_cache_may_be_made_in_inference_mode() -> None:
@@ -145,33 +150,33 @@ def test_a_cache_may_be_made_in_inference_mode() -> None:
 def test_reset_forgets_tokens_and_keeps_slots() -> None:
     """The cache is again as ``new_cache`` made it."""
     made = cache()
-    slots = [made.take(), made.take()]
-    add(made, slots, 30)
+    cache_rows = [made.take(), made.take()]
+    add(made, cache_rows, 30)
     assert made.length == 30
     made.reset()
-    assert made.length == 0 and made.free_pages == 8 and made.free_slots == 1
-    add(made, slots, 5)
+    assert made.length == 0 and made.free_pages == 8 and made.free_rows == 1
+    add(made, cache_rows, 5)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["take", "release", "add", "fail"]), st.integers(0, 3), st.integers(1, 40)), max_size=40))
 def test_no_page_is_lost_or_shared(steps: list[tuple[str, int, int]]) -> None:
     """Whatever happens, each page is free or belongs to one sequence, which has as many as its tokens need."""
-    made = cache(slots=4, pages=10, max_length=100)
+    made = cache(cache_rows=4, pages=10, max_length=100)
     alive: dict[int, int] = {}
     for action, which, tokens in steps:
-        slot = which if which in alive else None
+        cache_row = which if which in alive else None
         try:
             if action == "take":
                 alive[made.take()] = 0
-            elif action == "release" and slot is not None:
-                made.release(slot)
-                del alive[slot]
-            elif slot is not None:
-                host = made.begin(1, tokens, [slot])
+            elif action == "release" and cache_row is not None:
+                made.release(cache_row)
+                del alive[cache_row]
+            elif cache_row is not None:
+                host = made.begin(1, tokens, [cache_row])
                 if action == "add":
                     made.advance(host)
-                    alive[slot] += tokens
+                    alive[cache_row] += tokens
         except ForwardError:
             pass
         assert made.lengths(list(alive)) == list(alive.values())
@@ -180,10 +185,10 @@ def test_no_page_is_lost_or_shared(steps: list[tuple[str, int, int]]) -> None:
         assert len(set(owned)) == len(owned) and SAFE_PAGE not in owned
 
 
-def pages_of(made: PagedCache, slot: int, length: int) -> list[int]:
+def pages_of(made: PagedCache, cache_row: int, length: int) -> list[int]:
     """The pages of a sequence, as a pass of one more token sees them, where there is room for one."""
     try:
-        tables = made.begin(1, 1, [slot]).tables
+        tables = made.begin(1, 1, [cache_row]).tables
     except ForwardError:
         return []
     pages: list[int] = tables[0, : -(-length // PAGE_SIZE)].tolist()

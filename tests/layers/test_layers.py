@@ -13,7 +13,7 @@ from rtp_llm.layers.activation import ACTIVATIONS, activation
 from rtp_llm.layers.attention import causal_mask
 from rtp_llm.layers.base import Planned, param_specs
 from rtp_llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from rtp_llm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from rtp_llm.layers.linear import ColumnParallelLinear, HeadShape, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from rtp_llm.layers.norm import LayerNorm, RMSNorm
 from rtp_llm.layers.pooling import pool
 from rtp_llm.parallel.groups import TensorParallel
@@ -48,7 +48,10 @@ def test_qkv_heads_are_shared_out_or_copied(tp: int, heads_a_rank: int, kv: int,
     """Query heads are held once; KV heads once, or by as many ranks as there are for each head; biases go with them."""
     if kv % tp and tp % kv:
         return
-    layers = [QKVParallelLinear("a", 8, heads_a_rank * tp, kv, 4, bias=bias, tp=TensorParallel(tp, rank), dtype=F32) for rank in range(tp)]
+    layers = [
+        QKVParallelLinear("a", 8, HeadShape(heads_a_rank * tp, kv, 4), bias=bias, tp=TensorParallel(tp, rank), dtype=F32)
+        for rank in range(tp)
+    ]
     pieces = held(list(layers))
     assert set(pieces) == {f"a.{x}.{p}" for x in "qkv" for p in (("weight", "bias") if bias else ("weight",))}
     for slot, all_pieces in pieces.items():

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from rtp_llm import RtpLlmError, build_plan, load_model
 from rtp_llm.loader.export import export_checkpoint
-from rtp_llm.models.registry import resolve
+from rtp_llm.models.registry import find_family
 from rtp_llm.parallel.groups import Groups
 from tests.models.decoders import reference_steps
 from tests.models.latents import VARIANTS, restore, save, save_as_held, stored
@@ -197,7 +197,7 @@ def test_defaults_are_those_of_transformers(architecture: str) -> None:
     import transformers
 
     theirs = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**PUBLISHED[architecture])
-    config = resolve([architecture]).load().parse_config(PUBLISHED[architecture], ())
+    config = find_family([architecture]).load().parse_config(PUBLISHED[architecture], ())
     latent = getattr(config, "latent", config)
     sizes, shape, moe = latent.sizes, latent.sizes.attention, latent.moe
     ours = {
@@ -275,7 +275,7 @@ SIZES: dict[str, tuple[str, dict[str, Any], int]] = {
 def test_published_models_have_their_published_size(name: str) -> None:
     """At full size, to the last parameter (without the layer for multi-token prediction)."""
     architecture, raw, parameters = SIZES[name]
-    implementation = resolve([architecture]).load()
+    implementation = find_family([architecture]).load()
     model = implementation.build(implementation.parse_config(raw, ()), Groups(), torch.bfloat16)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
@@ -307,7 +307,7 @@ BAD = [
 @pytest.mark.parametrize(("architecture", "fields", "named"), BAD)
 def test_bad_fields_are_named(architecture: str, fields: dict[str, Any], named: str) -> None:
     """What a family cannot do, or no model can have, is one problem that names the field; a second mistake is another."""
-    parse = resolve([architecture]).load().parse_config
+    parse = find_family([architecture]).load().parse_config
     with pytest.raises(RtpLlmError) as caught:
         parse({**PUBLISHED[architecture], **fields, "vocab_size": -1}, ())
     assert {problem.what for problem in caught.value.problems} == {f"field {named}", "field vocab_size"}

@@ -63,24 +63,24 @@ def test_unequal_lengths_are_each_alone(variant: str, tmp_path: Path) -> None:
     cache = model.new_cache(len(PROMPTS), ids.shape[1])
     got: list[list[torch.Tensor]] = []
     with torch.inference_mode():
-        for slot, prompt in enumerate(PROMPTS):
-            got.append([model(ids[slot : slot + 1, :prompt], cache, [slot])[0]])
+        for cache_row, prompt in enumerate(PROMPTS):
+            got.append([model(ids[cache_row : cache_row + 1, :prompt], cache, [cache_row])[0]])
         for step in range(DECODED):
             # The order of rows is the caller's affair.
             order = [2, 0, 1] if step % 2 else [0, 1, 2]
-            tokens = torch.stack([ids[slot, PROMPTS[slot] + step] for slot in order])[:, None]
-            for slot, logits in zip(order, model(tokens, cache, order), strict=True):
-                got[slot].append(logits)
-    for slot, prompt in enumerate(PROMPTS):
-        assert distance(torch.cat(got[slot]), alone(model, ids[slot, : prompt + DECODED], prompt)) < 1e-4
+            tokens = torch.stack([ids[cache_row, PROMPTS[cache_row] + step] for cache_row in order])[:, None]
+            for cache_row, logits in zip(order, model(tokens, cache, order), strict=True):
+                got[cache_row].append(logits)
+    for cache_row, prompt in enumerate(PROMPTS):
+        assert distance(torch.cat(got[cache_row]), alone(model, ids[cache_row, : prompt + DECODED], prompt)) < 1e-4
 
 
 @pytest.mark.parametrize("variant", ["llama", "mistral-window", "v32", "kimi-linear", "gpt_oss"])
-def test_a_slot_serves_again(variant: str, tmp_path: Path) -> None:
+def test_a_cache_row_serves_again(variant: str, tmp_path: Path) -> None:
     """What a released sequence left in its pages, were it NaN, is no part of the next one, nor of its neighbour."""
     model = saved(variant, tmp_path)
     ids = token_ids(2, 20)
-    cache = model.cache_of(CacheSize(slots=2, pages=4, max_length=24))
+    cache = model.cache_of(CacheSize(rows=2, pages=4, max_length=24))
     first, second = cache.take(), cache.take()
     with torch.inference_mode():
         model(ids, cache, [first, second])
@@ -124,15 +124,15 @@ def test_without_pages_nothing_begins(tmp_path: Path) -> None:
     """The error says how many pages are wanted and free, and the sequences go on as soon as there are some."""
     model = saved("llama", tmp_path)
     ids = token_ids(2, 20)
-    cache = model.cache_of(CacheSize(slots=2, pages=3, max_length=32))
-    slots = [cache.take(), cache.take()]
+    cache = model.cache_of(CacheSize(rows=2, pages=3, max_length=32))
+    cache_rows = [cache.take(), cache.take()]
     with torch.inference_mode():
-        model(ids[:, :16], cache, slots)
+        model(ids[:, :16], cache, cache_rows)
         with pytest.raises(ForwardError, match=r"NO_PAGES.*2 free pages.*1 of 3"):
-            model(ids[:, 16:17], cache, slots)
-        assert cache.lengths(slots) == [16, 16]
-        cache.release(slots[1])
-        assert distance(model(ids[:1, 16:], cache, slots[:1]), model(ids[:1])[:, 16:]) < 1e-4
+            model(ids[:, 16:17], cache, cache_rows)
+        assert cache.lengths(cache_rows) == [16, 16]
+        cache.release(cache_rows[1])
+        assert distance(model(ids[:1, 16:], cache, cache_rows[:1]), model(ids[:1])[:, 16:]) < 1e-4
 
 
 @pytest.mark.parametrize("variant", ["v3", "v32"])

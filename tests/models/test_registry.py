@@ -9,7 +9,7 @@ import pytest
 
 from rtp_llm.errors import ConfigError
 from rtp_llm.models.family import Family, Implementation
-from rtp_llm.models.registry import FAMILIES, register, resolve
+from rtp_llm.models.registry import FAMILIES, find_family, register
 from tests.support.paths import ROOT, child_env
 
 
@@ -33,7 +33,7 @@ from tests.support.paths import ROOT, child_env
 )
 def test_architectures_have_a_family(architecture: str, family: str, kind: str) -> None:
     """A name in ``architectures`` leads to one family."""
-    found = resolve([architecture])
+    found = find_family([architecture])
     assert (found.name, found.kind) == (family, kind)
 
 
@@ -41,7 +41,7 @@ def test_architectures_have_a_family(architecture: str, family: str, kind: str) 
 def test_others_are_refused_with_those_that_are_known(architectures: list[str]) -> None:
     """No family, no name, two names: the error names the file, what it says, and what could stand there."""
     with pytest.raises(ConfigError, match=r"UNKNOWN_ARCHITECTURE.*config\.json.*BertForMaskedLM.*XLMRobertaModel"):
-        resolve(architectures)  # type: ignore[arg-type]
+        find_family(architectures)  # type: ignore[arg-type]
 
 
 def test_registering_twice_is_an_error() -> None:

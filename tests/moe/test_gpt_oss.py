@@ -189,7 +189,7 @@ def test_attention_with_sinks_is_torchs(tmp_path: Path) -> None:
     assert {(need.op, need.call.window) for need in needs} == {
         (op, w) for op in ("attention.prefill", "attention.decode") for w in (5, None)
     }
-    assert all(need.call.sinks and "sinks" in need.text and "sinks" in FLASHINFER.offers[need.op].limit(need) for need in needs)
+    assert all(need.call.sinks and "sinks" in need.text and "sinks" in FLASHINFER.functions[need.op].limit(need) for need in needs)
 
 
 def test_small_sizes_are_what_the_tests_rest_on() -> None:

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from rtp_llm import LoadConfig, load_model
 from rtp_llm.cli import main
-from rtp_llm.cli.commands.generate import _Asked, _prompts
+from rtp_llm.cli.commands.generate import _Arguments, _prompts
 from rtp_llm.layers.cache import CacheSize
 from rtp_llm.layers.faults import ForwardError
-from rtp_llm.runtime.generation import Answer, Generation, Request, cache_size, generate, generate_all
+from rtp_llm.runtime.generation import Answer, Generation, GenerationRequest, cache_size, generate, generate_all
 from rtp_llm.runtime.sampling import Sampling
 from rtp_llm.runtime.tokenizer import TextStream, encode_prompt, load_tokenizer
 from tests.support.ranks import ANSWER_IMPORTS, run_commands, run_ranks
@@ -36,15 +36,15 @@ def model(tiny: Path) -> Any:
     return load_model(tiny, device="cpu").model
 
 
-def requests(sampling: Sampling = GREEDY) -> list[Request]:
+def requests(sampling: Sampling = GREEDY) -> list[GenerationRequest]:
     """Prompts of five lengths, answers of six."""
-    return [Request(prompt, 4 + 5 * i, sampling) for i, prompt in enumerate(PROMPTS)]
+    return [GenerationRequest(prompt, 4 + 5 * i, sampling) for i, prompt in enumerate(PROMPTS)]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 16])
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "sampled"])
 def test_answers_are_those_of_each_alone(batch_size: int, sampling: Sampling, model: Any) -> None:
-    """However many run at a time, and whoever a slot belonged to before; greedy or drawn."""
+    """However many run at a time, and whoever a cache row belonged to before; greedy or drawn."""
     alone = [generate_all(model, [request])[0] for request in requests(sampling)]
     assert generate_all(model, requests(sampling), batch_size=batch_size) == alone
     assert [len(answer.ids) for answer in alone] == [4, 9, 14, 19, 24, 29]
@@ -64,7 +64,7 @@ def test_end_tokens_end_one_sequence_and_no_other(model: Any) -> None:
 
 
 def test_events_tell_each_token_once_and_in_order(model: Any) -> None:
-    """Tokens come as they are found, an answer last; pages and slots are all free in the end; times are split."""
+    """Tokens come as they are found, an answer last; pages and cache rows are all free in the end; times are split."""
     asked = requests()
     cache = model.cache_of(cache_size(asked, 3))
     generation = Generation(model, asked, cache)
@@ -78,7 +78,7 @@ def test_events_tell_each_token_once_and_in_order(model: Any) -> None:
             assert event.token is not None
             told[event.index].append(event.token)
     assert {i: answer.ids for i, answer in answers.items()} == {i: tuple(ids) for i, ids in told.items()}
-    assert (cache.free_slots, cache.free_pages) == (3, cache.size.pages)
+    assert (cache.free_rows, cache.free_pages) == (3, cache.size.pages)
     assert generation.prefill.tokens == sum(map(len, PROMPTS))
     assert generation.decode.tokens == sum(len(a.ids) for a in answers.values()) - len(asked)
     assert generation.prefill.per_second and generation.decode.per_second
@@ -91,25 +91,25 @@ def test_who_stops_early_leaves_an_empty_cache(model: Any) -> None:
     events = Generation(model, asked, cache).events()
     for _ in range(8):
         next(events)
-    assert cache.free_slots < 3
+    assert cache.free_rows < 3
     events.close()  # type: ignore[attr-defined]
-    assert (cache.free_slots, cache.free_pages) == (3, cache.size.pages)
+    assert (cache.free_rows, cache.free_pages) == (3, cache.size.pages)
 
 
 def test_few_pages_make_prompts_wait(model: Any) -> None:
-    """A cache that holds fewer sequences than it has slots runs as many as there are pages for; one that cannot hold a request
+    """A cache that holds fewer sequences than it has cache rows runs as many as there are pages for; one that cannot hold a request
     alone refuses it."""
     asked = requests()
-    scarce = CacheSize(slots=6, pages=4, max_length=64)
+    scarce = CacheSize(rows=6, pages=4, max_length=64)
     answers = {e.index: e.answer for e in Generation(model, asked, model.cache_of(scarce)).events() if e.answer is not None}
     assert [answers[i] for i in range(len(asked))] == generate_all(model, asked)
     with pytest.raises(ForwardError, match=r"NO_PAGES.*3 free pages.*2 of 2"):
-        list(Generation(model, [Request((1,) * 20, 20)], model.cache_of(CacheSize(1, 2, 64))).events())
+        list(Generation(model, [GenerationRequest((1,) * 20, 20)], model.cache_of(CacheSize(1, 2, 64))).events())
 
 
 def test_the_cache_is_as_large_as_the_longest_need() -> None:
-    """The last new token is never fed back; slots are no more than there are requests."""
-    asked = [Request((1,) * 10, 7), Request((1,) * 20, 13), Request((1,), 1)]
+    """The last new token is never fed back; cache rows are no more than there are requests."""
+    asked = [GenerationRequest((1,) * 10, 7), GenerationRequest((1,) * 20, 13), GenerationRequest((1,), 1)]
     assert cache_size(asked, 2) == CacheSize(2, 1 + 2, 32)
     assert cache_size(asked, 99) == CacheSize(3, 1 + 2 + 1, 32)
 
@@ -139,7 +139,7 @@ def test_smollm2_says_what_transformers_says(smollm2: Path) -> None:
         logits = reference(torch.tensor([ids + answer])).logits[0]
     assert answer == logits[len(ids) - 1 : -1].argmax(-1).tolist()
     subjects = ("rivers", "the moon", "bread", "an old clock", "x", "music and why people like it", "the sea", "seven hills")
-    asked = [Request(tuple(encode_prompt(tokenizer, f"About {subject}:", raw=True)), 6) for subject in subjects]
+    asked = [GenerationRequest(tuple(encode_prompt(tokenizer, f"About {subject}:", raw=True)), 6) for subject in subjects]
     assert generate_all(model, asked, batch_size=8) == generate_all(model, asked, batch_size=1)
 
 
@@ -179,7 +179,7 @@ def test_the_command_takes_many_prompts(smollm2: Path, tmp_path: Path, capsys: p
 def test_a_line_is_a_prompt(tmp_path: Path) -> None:
     """Whatever an editor on another system writes before and behind it; what separates lines only in print is part of the prompt."""
     (tmp_path / "prompts.txt").write_bytes("\ufeffone\r\ntwo\u2028\f\x85lines\r\n\r\n".encode())
-    assert _prompts(_Asked(("zero",), str(tmp_path / "prompts.txt"), 1, True, {})) == ("zero", "one", "two\u2028\f\x85lines")
+    assert _prompts(_Arguments(("zero",), str(tmp_path / "prompts.txt"), 1, True, {})) == ("zero", "one", "two\u2028\f\x85lines")
 
 
 @pytest.mark.parametrize(

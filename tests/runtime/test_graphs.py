@@ -16,7 +16,7 @@ from rtp_llm.cli import main
 from rtp_llm.kernels.paging import SAFE_PAGE, HostRows, PagedRows
 from rtp_llm.layers.cache import CacheSize, PagedCache
 from rtp_llm.runtime import graphs
-from rtp_llm.runtime.generation import Generation, Request, cache_size, generate_all
+from rtp_llm.runtime.generation import Generation, GenerationRequest, cache_size, generate_all
 from rtp_llm.runtime.graphs import Capture, GraphDecoder, Work, batch_sizes, call_again, decoding, unrecordable
 from tests.models import decoders, latents
 from tests.models.reference import distance, make, token_ids
@@ -42,7 +42,7 @@ def saved(variant: str, folder: Path) -> Any:
 
 
 class Poisoned:
-    """A decoder in whose tensors nothing of the last pass survives: floats are NaN, and whole numbers are no page, slot, token or
+    """A decoder in whose tensors nothing of the last pass survives: floats are NaN, and whole numbers are no page, cache_row, token or
     place that there is.  Pages that no sequence has are NaN too, but for the safe one."""
 
     def __init__(self, model: Any, cache: PagedCache, sizes: Sequence[int]) -> None:
@@ -50,7 +50,7 @@ class Poisoned:
         self.inactive = 0
 
     @torch.inference_mode()
-    def __call__(self, tokens: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
+    def __call__(self, tokens: Sequence[int], cache_rows: Sequence[int]) -> torch.Tensor:
         for fixed in self.decoder.fixed.values():
             for tensor in fixed.tensors():
                 tensor.fill_(True if tensor.dtype == torch.bool else float("nan") if tensor.is_floating_point() else 2**40)
@@ -58,18 +58,18 @@ class Poisoned:
         for pages in self.cache.pages:
             for tensor in pages:
                 tensor[free] = float("nan")
-        logits = self.decoder(tokens, slots).clone()
-        self._check(slots)
+        logits = self.decoder(tokens, cache_rows).clone()
+        self._check(cache_rows)
         return logits
 
-    def _check(self, slots: Sequence[int]) -> None:
-        """Every table after the pass: rows in use say what the cache says, all others the safe page, the spare slot, one token."""
-        rows = min(size for size in self.decoder.sizes if size >= len(slots))
-        self.inactive += rows - len(slots)
-        ids, slot, positions, places, lengths, tables = list(self.decoder.fixed[rows].tensors())[:6]
-        live = len(slots)
-        assert slot.tolist() == [*slots, *[self.cache.spare] * (rows - live)]
-        assert lengths.tolist() == [*self.cache.lengths(slots), *[1] * (rows - live)]
+    def _check(self, cache_rows: Sequence[int]) -> None:
+        """Every table after the pass: rows in use say what the cache says, all others the safe page, the spare cache row, one token."""
+        rows = min(size for size in self.decoder.sizes if size >= len(cache_rows))
+        self.inactive += rows - len(cache_rows)
+        ids, cache_row, positions, places, lengths, tables = list(self.decoder.fixed[rows].tensors())[:6]
+        live = len(cache_rows)
+        assert cache_row.tolist() == [*cache_rows, *[self.cache.spare] * (rows - live)]
+        assert lengths.tolist() == [*self.cache.lengths(cache_rows), *[1] * (rows - live)]
         assert positions[:, 0].tolist() == [length - 1 for length in lengths.tolist()]
         assert not ids[live:].any() and (tables[live:] == SAFE_PAGE).all() and (places[live:] < 16).all()
         assert tables.min() >= 0 and tables.max() <= self.cache.size.pages
@@ -82,29 +82,29 @@ def test_recorded_passes_are_plain_passes(variant: str, tmp_path: Path) -> None:
     rows, over the end of a page, while sequences come and go."""
     model = saved(variant, tmp_path)
     ids = token_ids(3, 24)
-    size = CacheSize(slots=3, pages=6, max_length=30)
+    size = CacheSize(rows=3, pages=6, max_length=30)
     plain, fixed = model.cache_of(size), model.cache_of(size)
     decoder = Poisoned(model, fixed, (1, 4))
     with torch.inference_mode():
-        for slot, length in enumerate((14, 5, 17)):
+        for cache_row, length in enumerate((14, 5, 17)):
             for cache in (plain, fixed):
-                assert cache.take() == slot
-                model(ids[slot : slot + 1, :length], cache, [slot])
-        for step, slots in enumerate(([0, 1, 2], [2, 0], [1], [0, 1, 2], [0])):
+                assert cache.take() == cache_row
+                model(ids[cache_row : cache_row + 1, :length], cache, [cache_row])
+        for step, cache_rows in enumerate(([0, 1, 2], [2, 0], [1], [0, 1, 2], [0])):
             if step == 2:
                 for cache in (plain, fixed):
                     cache.release(0)
                     assert cache.take() == 0
-            tokens = ids[slots, 18 + step].tolist()
-            wanted = model(torch.tensor(tokens)[:, None], plain, slots)[:, -1]
-            assert distance(decoder(tokens, slots), wanted) < 1e-4
+            tokens = ids[cache_rows, 18 + step].tolist()
+            wanted = model(torch.tensor(tokens)[:, None], plain, cache_rows)[:, -1]
+            assert distance(decoder(tokens, cache_rows), wanted) < 1e-4
     assert decoder.inactive == 1 + 2 + 0 + 1 + 0
 
 
 def test_generation_by_recordings(tmp_path: Path) -> None:
     """Whole answers, with sequences that end at different times, are those of eager decoding."""
     model = load_model(save_tiny_llama(tmp_path, initializer_range=0.5), device="cpu").model
-    asked = [Request(tuple(range(3 + i, 9 + 2 * i)), 5 + 4 * i) for i in range(6)]
+    asked = [GenerationRequest(tuple(range(3 + i, 9 + 2 * i)), 5 + 4 * i) for i in range(6)]
     cache = model.cache_of(cache_size(asked, 5))  # type: ignore[operator]
     decoder = Poisoned(model, cache, batch_sizes(5))
     answers = {e.index: e.answer for e in Generation(model, asked, cache, decoder=decoder).events() if e.answer is not None}

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from rtp_llm.errors import ConfigError
-from rtp_llm.runtime.sampling import Sampler, Sampling, choose, remaining
+from rtp_llm.runtime.sampling import Sampler, Sampling, pick_tokens, remaining
 
 VOCAB = 37
 
@@ -73,7 +73,7 @@ def test_rows_have_their_own_settings() -> None:
         assert torch.equal(alone[0], ordered[row]) and torch.equal(tokens[0], order[row])
     samplers = [Sampler(way) for way in ways]
     for _ in range(50):
-        tokens_drawn = choose(logits, samplers)
+        tokens_drawn = pick_tokens(logits, samplers)
         assert tokens_drawn[0] == logits[0].argmax()
         assert tokens_drawn[2] in logits[2].topk(4).indices
 
@@ -113,7 +113,7 @@ def test_a_large_batch_is_drawn_in_groups(scores_at_a_time: int, monkeypatch: py
         shared = Sampler(Sampling(1.2, top_p=0.999, seed=1))
         ways = [Sampler(Sampling()), Sampler(Sampling(0.8, top_k=40, top_p=0.9, seed=5)), shared, shared, Sampler(Sampling(3.0, seed=2))]
         with Held() as held:
-            return choose(logits, ways * (rows // len(ways))), held.peak
+            return pick_tokens(logits, ways * (rows // len(ways))), held.peak
 
     whole, most = tokens()
     monkeypatch.setattr("rtp_llm.runtime.sampling.MOST_SCORES", scores_at_a_time)
@@ -128,7 +128,7 @@ def test_draws_follow_the_probabilities() -> None:
     """20,000 draws: every frequency within five standard deviations of its probability."""
     logits, sampling, draws = scores(1, 8), Sampling(1.5, top_k=9, top_p=0.95), 20_000
     sampler = Sampler(sampling)
-    counts = torch.bincount(torch.tensor(choose(logits.expand(draws, -1), [sampler] * draws)), minlength=VOCAB)
+    counts = torch.bincount(torch.tensor(pick_tokens(logits.expand(draws, -1), [sampler] * draws)), minlength=VOCAB)
     for probability, count in zip(by_transformers(logits, sampling)[0].tolist(), counts.tolist(), strict=True):
         assert abs(count - draws * probability) <= 5 * math.sqrt(draws * probability * (1 - probability)) + 1e-9
 
@@ -138,7 +138,9 @@ def test_a_seed_is_an_answer() -> None:
 
     def drawn(seed: int, beside: int) -> list[int]:
         samplers = [Sampler(Sampling(2.0, seed=s)) for s in (seed, *range(beside))]
-        return [choose(scores(len(samplers), 3)[: len(samplers)].index_fill(0, torch.tensor([0]), 0.5), samplers)[0] for _ in range(20)]
+        return [
+            pick_tokens(scores(len(samplers), 3)[: len(samplers)].index_fill(0, torch.tensor([0]), 0.5), samplers)[0] for _ in range(20)
+        ]
 
     assert drawn(7, 0) == drawn(7, 3)
     assert drawn(7, 0) != drawn(8, 0)
@@ -147,18 +149,18 @@ def test_a_seed_is_an_answer() -> None:
 def test_greedy_is_the_best_and_draws_nothing() -> None:
     """Temperature 0 takes the likeliest token, and so does drawing from one."""
     logits = scores(5, 1)
-    assert choose(logits, [Sampler(Sampling())] * 5) == logits.argmax(-1).tolist()
-    assert choose(logits, [Sampler(Sampling(1.0, top_k=1, seed=3))] * 5) == logits.argmax(-1).tolist()
-    assert choose(logits, [Sampler(Sampling(1.0, top_p=1e-6, seed=3))] * 5) == logits.argmax(-1).tolist()
-    assert choose(logits, [Sampler(Sampling(1e-300, seed=3))] * 5) == logits.argmax(-1).tolist()
+    assert pick_tokens(logits, [Sampler(Sampling())] * 5) == logits.argmax(-1).tolist()
+    assert pick_tokens(logits, [Sampler(Sampling(1.0, top_k=1, seed=3))] * 5) == logits.argmax(-1).tolist()
+    assert pick_tokens(logits, [Sampler(Sampling(1.0, top_p=1e-6, seed=3))] * 5) == logits.argmax(-1).tolist()
+    assert pick_tokens(logits, [Sampler(Sampling(1e-300, seed=3))] * 5) == logits.argmax(-1).tolist()
 
 
 def test_scores_that_are_no_numbers_give_a_token() -> None:
     """A row of NaN gives some token of the vocabulary, and the row beside it what it gives alone."""
     logits = scores(2, 1)
     logits[0] = math.nan
-    first, second = choose(logits, [Sampler(Sampling(1.0, seed=3)) for _ in range(2)])
-    assert 0 <= first < VOCAB and second == choose(logits[1:], [Sampler(Sampling(1.0, seed=3))])[0]
+    first, second = pick_tokens(logits, [Sampler(Sampling(1.0, seed=3)) for _ in range(2)])
+    assert 0 <= first < VOCAB and second == pick_tokens(logits[1:], [Sampler(Sampling(1.0, seed=3))])[0]
 
 
 @pytest.mark.parametrize(

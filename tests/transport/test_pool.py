@@ -310,7 +310,7 @@ def test_one_thread_without_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_first_error_is_told(fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Memory that cannot be unlocked is the error of a load that has none, and a line in the log of one that has failed before."""
     runtime = Runtime(monkeypatch)
-    monkeypatch.setattr(team_module, "Staging", OnHost)
+    monkeypatch.setattr(pool_module, "Staging", OnHost)
 
     def job(staging: Staging) -> int:
         runtime._refused = 2  # from here on

@@ -1,4 +1,4 @@
-"""The commands, one file each.  What is slow to import is imported inside of them, so that ``--help`` is quick."""
+"""The commands, one file each.  Slow imports are inside of functions, so that ``--help`` is quick."""
 
 from rtp_llm.cli.commands.bench import bench
 from rtp_llm.cli.commands.doctor import doctor

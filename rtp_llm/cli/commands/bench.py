@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from rtp_llm.cli.options import checkpoint_argument, common, output_of, resolve, setting_options
-from rtp_llm.cli.output import pairs, printable, size, table
+from rtp_llm.cli.options import checkpoint_argument, command_settings, common, output_of, setting_options
+from rtp_llm.cli.output import pairs, print_table, printable, size
 from rtp_llm.cli.ranks import launched
 from rtp_llm.cli.session import check_checkpoint
 from rtp_llm.config import ConfigFault
@@ -22,7 +22,7 @@ Examples:
   rtp-llm bench ./Qwen3-8B --plot loading.png --json
 """
 
-#: More runs do not make a median steadier than the machine is.
+#: With more runs the median no longer gets steadier.
 _MOST_RUNS = 100
 
 _STATES = {"both": ("warm", "cold"), "warm": ("warm",), "cold": ("cold",)}
@@ -73,14 +73,13 @@ def bench(
             fix="run it without torchrun; --tp_size and --tp_rank choose the rank that is measured",
         )
         raise ConfigError(problem)
-    output, settings = output_of(context), resolve(flags, os.environ)
+    output, settings = output_of(context), command_settings(flags, os.environ)
     check_checkpoint(checkpoint)
 
     from rtp_llm.bench.contenders import CONTENDERS
-    from rtp_llm.bench.measure import bench as measure
-    from rtp_llm.bench.measure import record
-    from rtp_llm.bench.plot import check_plot, draw
-    from rtp_llm.bench.request import Request
+    from rtp_llm.bench.measure import record, run_bench
+    from rtp_llm.bench.plot import check_plot, draw_bench
+    from rtp_llm.bench.request import BenchRequest
     from rtp_llm.checkpoint import read_catalog
     from rtp_llm.loader import build_plan
     from rtp_llm.loader.device import resolve_device
@@ -89,12 +88,12 @@ def bench(
     if plot is not None:
         check_plot(plot)
     device = str(resolve_device(settings.load.device, 0))
-    # What cannot be loaded at all is refused once, and not by every contender.
+    # A checkpoint that cannot be loaded is refused once, not by every contender.
     build_plan(checkpoint, settings.parallel, settings.load).raise_for_problems()
-    request = Request(read_catalog(checkpoint), device, settings.load, settings.parallel, names, runs, _STATES[cache], drop_caches)
-    document = measure(request, output.note)
+    request = BenchRequest(read_catalog(checkpoint), device, settings.load, settings.parallel, names, runs, _STATES[cache], drop_caches)
+    document = run_bench(request, output.note)
     if plot is not None:
-        draw(plot, document, {state: record(request, "rtp-llm", state) for state in document["cache"]["states"]})
+        draw_bench(plot, document, {state: record(request, "rtp-llm", state) for state in document["cache"]["states"]})
     output.emit(document, lambda: _text(document))
     return 1 if document["problems"] else 0
 
@@ -133,10 +132,10 @@ def _text(document: dict[str, Any]) -> None:
         (name, f"{m['gb_per_s']:.2f}", _range(m["range"], 2), m["threads"], m["reason"] or m["what"])
         for name, m in document["limits"].items()
     ]
-    table(("limit", "GB/s", "range", "threads", ""), limits, frozenset({1, 3}))
+    print_table(("limit", "GB/s", "range", "threads", ""), limits, frozenset({1, 3}))
     rows = [row for state in document["cache"]["states"] for c in document["contenders"] if (row := _row(c, state)) is not None]
     columns = ("cache", "loader", "version", "median s", "range", "GB/s", "of limit", "start-up s", "peak host", "peak device", "values")
-    table(columns, rows, frozenset({3, 5, 6, 7, 8, 9}))
+    print_table(columns, rows, frozenset({3, 5, 6, 7, 8, 9}))
     for c in document["contenders"]:
         if c["status"] != "measured":
             click.echo(f"{c['status']}: {c['name']} ({printable(c['what'])}): {printable(c['reason'])}")

@@ -14,10 +14,10 @@ import click
 
 from rtp_llm.cli import machine
 from rtp_llm.cli.options import common, output_of
-from rtp_llm.cli.output import pairs, size, table
+from rtp_llm.cli.output import pairs, print_table, size
 from rtp_llm.transport import pagecache
 
-#: Distributions that loading uses: what for, and whether nothing works without.
+#: Distributions that loading uses: what for, and whether it is required.
 _PACKAGES = (
     ("torch", "tensors and devices", True),
     ("safetensors", "file format", True),
@@ -91,8 +91,8 @@ def _torch() -> dict[str, Any]:
 
 
 def _tiers(torch_found: dict[str, Any]) -> list[dict[str, Any]]:
-    """The ways in which weights can get to a device, best last."""
-    # Imported here: it imports what it looks at, and that takes torch.
+    """The transports, best last."""
+    # Imported here: it imports torch.
     from rtp_llm.transport.fastsafetensors.probe import Tier, probe
 
     found = probe()
@@ -103,7 +103,7 @@ def _tiers(torch_found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _kernels(torch_found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each operation of each back end, in a dtype and sizes that it has, and what is missing for it here."""
+    """Each operation of each back end, and what is missing for it here."""
     if torch_found["error"] is not None:
         return []
     from rtp_llm.loader.kernels import survey
@@ -112,7 +112,7 @@ def _kernels(torch_found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _quantization(torch_found: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the product of a quantised linear layer runs on here, for each method."""
+    """How products with quantised weights are computed here, for each method."""
     if torch_found["error"] is not None:
         return []
     from rtp_llm.quantization.registry import METHODS
@@ -128,7 +128,7 @@ def _directory(directory: Path) -> dict[str, Any]:
 
 
 def _regular(path: Path) -> bool:
-    """A file that can be opened without waiting: no pipe, no device, no dangling link."""
+    """Whether a file is regular: no pipe, device or dangling link, which could block."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except OSError:
@@ -151,12 +151,12 @@ def _text(document: dict[str, Any]) -> None:
             ("devices", device),
         ]
     )
-    table(("package", "version", "use"), [(p["name"], p["version"] or "not installed", p["use"]) for p in document["packages"]])
-    table(("tier", "usable", "reason"), [(t["name"], "yes" if t["usable"] else "no", t["reason"] or "") for t in document["tiers"]])
+    print_table(("package", "version", "use"), [(p["name"], p["version"] or "not installed", p["use"]) for p in document["packages"]])
+    print_table(("tier", "usable", "reason"), [(t["name"], "yes" if t["usable"] else "no", t["reason"] or "") for t in document["tiers"]])
     rows = [(k["op"], k["backend"], "yes" if k["usable"] else "no", "; ".join(k["lacks"])) for k in document["kernels"]]
-    table(("kernel", "back end", "usable", "why not"), rows)
+    print_table(("kernel", "back end", "usable", "why not"), rows)
     pairs([("compiler", ", ".join(f"{name} {path or 'not found'}" for name, path in document["compiler"].items()))])
-    table(("quantisation", "products here"), [(m["name"], m["product"]) for m in document["quantization"]])
+    print_table(("quantisation", "products here"), [(m["name"], m["product"]) for m in document["quantization"]])
     if document["directory"]:
         _directory_text(document["directory"])
     for problem in document["problems"]:
@@ -168,7 +168,7 @@ def _directory_text(found: dict[str, Any]) -> None:
     kind = f"{where['kind']} at {where['mount_point']}{', over a network' if where['network'] else ''}" if where else "unknown"
     pairs([("directory", found["path"]), ("file system", kind)])
     rows = [(f["name"], size(f["bytes"]), _share(f["cached_bytes"], f["bytes"])) for f in found["files"]]
-    table(("file", "size", "in the page cache"), rows, frozenset({1, 2}))
+    print_table(("file", "size", "in the page cache"), rows, frozenset({1, 2}))
 
 
 def _share(cached: int | None, total: int) -> str:

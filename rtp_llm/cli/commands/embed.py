@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rtp_llm.cli.options import LOADING, checkpoint_argument, common, output_of, setting_options
-from rtp_llm.cli.output import table
+from rtp_llm.cli.output import print_table
 from rtp_llm.cli.session import load_for
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def embed(context: click.Context, /, checkpoint: str, texts: tuple[str, ...], **
 
     def text() -> None:
         rows = [(i + 1, *(f"{value:.4f}" for value in row), _short(texts[i])) for i, row in enumerate(similar)]
-        table(("cosine", *map(str, range(1, len(texts) + 1)), "text"), rows, frozenset(range(len(texts) + 1)))
+        print_table(("cosine", *map(str, range(1, len(texts) + 1)), "text"), rows, frozenset(range(len(texts) + 1)))
 
     output_of(context).emit(document, text)
     return 0

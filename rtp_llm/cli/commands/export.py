@@ -34,7 +34,7 @@ def export(context: click.Context, /, checkpoint: str, out: str, **flags: Any) -
 
     export_checkpoint(loaded, Path(out))
     output = output_of(context)
-    if output.speaks:  # on another host OUT need not be there
+    if output.speaks:  # on another host OUT need not exist
         sizes = {path.name: path.stat().st_size for path in sorted(Path(out).iterdir()) if path.is_file()}
         document = {"directory": out, "files": [{"name": n, "bytes": b} for n, b in sizes.items()], "load": loaded.report.to_json()}
         rows: list[tuple[str, object]] = [("exported to", out), *((name, size(nbytes)) for name, nbytes in sizes.items())]
@@ -50,8 +50,10 @@ def _prepare(checkpoint: str, out: str) -> None:
 
 
 def _exact(load: LoadConfig, checkpoint: str) -> LoadConfig:
-    """``load`` with a dtype that holds every stored weight exactly, unless the user chose one: ``config.json`` may name
-    a narrower one, and what was narrowed cannot be written back.  And without kernels to be compiled: nothing will run."""
+    """``load`` with a dtype that holds every stored weight exactly, unless the user set one, and without compiled kernels.
+
+    ``config.json`` may name a narrower dtype, from which the stored values cannot be restored.
+    """
     from rtp_llm.checkpoint import read_catalog
     from rtp_llm.plan.dtypes import CASTABLE, widest
 

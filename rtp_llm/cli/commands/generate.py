@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rtp_llm.layers.cache import CacheSize
     from rtp_llm.parallel.world import World
-    from rtp_llm.runtime.generation import Answer, Generation, Pace, Request
+    from rtp_llm.runtime.generation import Answer, Generation, GenerationRequest, Pace
     from rtp_llm.runtime.sampling import Sampling
 
 _EXAMPLES = """\b
@@ -33,9 +33,9 @@ Examples:
 
 #: The largest seed that generators take: rtp_llm.runtime.sampling.MOST_SEED, which cannot be imported without torch.
 _MOST_SEED = 2**63 - 1
-#: More sequences at a time than any decode step gains from.
+#: No decode step gets faster with more sequences.
 _MOST_BATCH = 4096
-#: Characters of a prompt that stand above its answer, where there are several.
+#: Characters of a prompt shown above its answer, if there are several.
 _TITLE = 72
 
 
@@ -85,11 +85,11 @@ def generate(
     """
     if not prompts and prompts_file is None:
         raise click.UsageError("give --prompt or --prompts_file", context)
-    asked = _Asked(
+    arguments = _Arguments(
         prompts, prompts_file, max_new_tokens, raw, {name: flags.pop(name) for name in ("temperature", "top_k", "top_p", "seed")}
     )
     loaded, task = load_for(
-        context, checkpoint, flags, lambda: _prepare(checkpoint, asked), cache=lambda prepared: prepared.cache_size(batch_size)
+        context, checkpoint, flags, lambda: _prepare(checkpoint, arguments), cache=lambda prepared: prepared.cache_size(batch_size)
     )
 
     from rtp_llm.runtime.generation import Generation
@@ -106,12 +106,12 @@ def generate(
     document = _document(task, answers, generation) | {"cuda_graphs": way.to_json(), "load": loaded.report.to_json()}
     output.emit(document, lambda: None if shown else _print(task, answers))
     graphs = f"CUDA graphs for batches of {', '.join(map(str, way.sizes))}" if way.sizes else f"no CUDA graphs: {way.reason}"
-    output.note(f"prefill {_told(generation.prefill)}; decode {_told(generation.decode)}; {graphs}")
+    output.note(f"prefill {_speed(generation.prefill)}; decode {_speed(generation.decode)}; {graphs}")
     return 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Arguments:
     """What the flags say."""
 
     prompts: tuple[str, ...]
@@ -123,11 +123,11 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What to say to the model, and when it has answered."""
+    """The requests, and when an answer ends."""
 
     tokenizer: PreTrainedTokenizerBase
     prompts: tuple[str, ...]
-    requests: tuple[Request, ...]
+    requests: tuple[GenerationRequest, ...]
     stop_ids: frozenset[int]
 
     def cache_size(self, batch_size: int) -> CacheSize:
@@ -139,63 +139,65 @@ class _Task:
         return str(self.tokenizer.decode(list(answer.ids), skip_special_tokens=True))
 
     def title(self, index: int) -> str:
-        """A line above an answer, where there are several."""
+        """A line above an answer, if there are several."""
         first = self.prompts[index].strip().partition("\n")[0]
         return f"--- {index + 1}: {printable(first[:_TITLE])}" if len(self.prompts) > 1 else ""
 
 
-def _prepare(checkpoint: str, asked: _Asked) -> _Task:
+def _prepare(checkpoint: str, arguments: _Arguments) -> _Task:
     from rtp_llm.runtime.limits import generation_limits, require_kind, stop_tokens
     from rtp_llm.runtime.sampling import Sampling
     from rtp_llm.runtime.tokenizer import load_tokenizer
 
     require_kind(checkpoint, "causal")
-    sampling = Sampling(**asked.sampling)
-    prompts = _prompts(asked)
+    sampling = Sampling(**arguments.sampling)
+    prompts = _prompts(arguments)
     tokenizer = load_tokenizer(checkpoint)
-    requests = _requests(prompts, tokenizer, asked, sampling, generation_limits(checkpoint))
+    requests = _requests(prompts, tokenizer, arguments, sampling, generation_limits(checkpoint))
     return _Task(tokenizer, prompts, requests, stop_tokens(checkpoint, tokenizer.eos_token_id))
 
 
-def _prompts(asked: _Asked) -> tuple[str, ...]:
-    """All prompts in their order; blank lines of a file are none."""
+def _prompts(arguments: _Arguments) -> tuple[str, ...]:
+    """All prompts in order; blank lines of a file do not count."""
     from rtp_llm.errors import ConfigError, Problem
     from rtp_llm.runtime.faults import RuntimeFault
 
-    if asked.prompts_file is None:
-        return asked.prompts
+    if arguments.prompts_file is None:
+        return arguments.prompts
     try:
-        # Not splitlines(), for which a form feed or a line separator within a prompt ends it too.
-        lines = Path(asked.prompts_file).read_text(encoding="utf-8-sig").split("\n")
+        # Not splitlines(), which also splits at form feeds and line separators within a prompt.
+        lines = Path(arguments.prompts_file).read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
-        problem = Problem(RuntimeFault.BAD_PROMPT, "the prompts are not text", file=asked.prompts_file, expected="UTF-8", actual=str(error))
+        problem = Problem(
+            RuntimeFault.BAD_PROMPT, "the prompts are not text", file=arguments.prompts_file, expected="UTF-8", actual=str(error)
+        )
         raise ConfigError(problem) from error
-    found = (*asked.prompts, *(line for line in lines if line.strip()))
+    found = (*arguments.prompts, *(line for line in lines if line.strip()))
     if not found:
-        problem = Problem(RuntimeFault.BAD_PROMPT, "no prompts", file=asked.prompts_file, expected="one a line", actual="blank lines")
+        problem = Problem(RuntimeFault.BAD_PROMPT, "no prompts", file=arguments.prompts_file, expected="one a line", actual="blank lines")
         raise ConfigError(problem)
     return found
 
 
 def _requests(
-    prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase, asked: _Asked, sampling: Sampling, limits: Any
-) -> tuple[Request, ...]:
+    prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase, arguments: _Arguments, sampling: Sampling, limits: Any
+) -> tuple[GenerationRequest, ...]:
     """A request for each prompt.
 
     Raises:
-        ConfigError: with everything that is wrong with any of them.
+        ConfigError: with all problems of all prompts.
     """
     from rtp_llm.errors import ConfigError, Problem
-    from rtp_llm.runtime.generation import Request
+    from rtp_llm.runtime.generation import GenerationRequest
     from rtp_llm.runtime.tokenizer import encode_text, prompt_texts
 
-    requests: list[Request] = []
+    requests: list[GenerationRequest] = []
     problems: list[Problem] = []
-    for number, text in enumerate(prompt_texts(tokenizer, prompts, raw=asked.raw), 1):
+    for number, text in enumerate(prompt_texts(tokenizer, prompts, raw=arguments.raw), 1):
         try:
-            ids = encode_text(tokenizer, text, raw=asked.raw)
+            ids = encode_text(tokenizer, text, raw=arguments.raw)
             limits.check(ids)
-            requests.append(Request(tuple(ids), limits.room(len(ids), asked.max_new_tokens), sampling))
+            requests.append(GenerationRequest(tuple(ids), limits.room(len(ids), arguments.max_new_tokens), sampling))
         except ConfigError as error:
             where = f"prompt {number}: " if len(prompts) > 1 else ""
             problems += [replace(problem, what=where + problem.what) for problem in error.problems]
@@ -205,7 +207,7 @@ def _requests(
 
 
 def _agree(world: World, task: _Task, batch_size: int) -> None:
-    """Ranks that were given different things would answer none of them: a template may tell the time, and hosts have their own files.
+    """Checks that all ranks have the same requests: a template may contain the time, and hosts have their own files.
 
     Raises:
         ParallelError: the same on every rank.
@@ -216,8 +218,8 @@ def _agree(world: World, task: _Task, batch_size: int) -> None:
     lines = [f"{batch_size} sequences at a time, end tokens {sorted(task.stop_ids)}"]
     for number, request in enumerate(task.requests, 1):
         ids = digest(map(str, request.prompt_ids))
-        asked = f"{len(request.prompt_ids)} tokens of digest {ids[:12]}, {request.max_new_tokens} more, {request.sampling}"
-        lines.append(f"prompt {number}: {asked}")
+        summary = f"{len(request.prompt_ids)} tokens of digest {ids[:12]}, {request.max_new_tokens} more, {request.sampling}"
+        lines.append(f"prompt {number}: {summary}")
     with world.watch(together=False) as watch:
         agree(
             watch,
@@ -239,7 +241,7 @@ def _run(generation: Generation, task: _Task, printer: _Printer | None) -> list[
 
 
 class _Printer:
-    """Prints text as it comes: of one answer at a time, in the order of the prompts, while that of later ones is kept."""
+    """Prints text as it arrives, one answer at a time in the order of prompts; text of later answers is kept."""
 
     def __init__(self, task: _Task, output: Output) -> None:
         from rtp_llm.runtime.tokenizer import TextStream
@@ -252,7 +254,7 @@ class _Printer:
         self._begun = False
 
     def take(self, index: int, token: int | None) -> None:
-        """A token of an answer; None where it has ended."""
+        """Takes a token of an answer; None at its end."""
         stream = self._streams[index]
         self._ended[index] = token is None
         self._kept[index] += stream.end() if token is None else stream.add(token)
@@ -300,7 +302,7 @@ def _document(task: _Task, answers: Sequence[Answer], generation: Generation) ->
     seconds = generation.prefill.seconds + generation.decode.seconds
     new = sum(len(answer.ids) for answer in answers)
     return {
-        # What there was before there were several; the fields stay.
+        # Fields from before there were several prompts.
         **entries[0],
         "answers": entries,
         "seconds": seconds,
@@ -310,7 +312,7 @@ def _document(task: _Task, answers: Sequence[Answer], generation: Generation) ->
     }
 
 
-def _told(pace: Pace) -> str:
+def _speed(pace: Pace) -> str:
     return f"{pace.tokens} tokens in {pace.seconds:.2f} s" + (f", {pace.per_second:.1f} a second" if pace.per_second else "")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rtp_llm.cli.options import checkpoint_argument, common, output_of
-from rtp_llm.cli.output import pairs, printable, size, table
+from rtp_llm.cli.output import pairs, print_table, printable, size
 from rtp_llm.errors import CheckpointError, Problem
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def inspect(context: click.Context, checkpoint: str, tensors: bool) -> int:
 
 
 def _architectures(checkpoint: str) -> tuple[list[str], tuple[Problem, ...]]:
-    """What ``config.json`` names, and what is wrong with it."""
+    """The architectures of ``config.json``, and its problems."""
     from rtp_llm.checkpoint import read_config
 
     try:
@@ -87,19 +87,19 @@ def _text(catalog: Catalog, document: dict[str, Any], problems: Sequence[Problem
         ]
     )
     if document["files"]:
-        table(
+        print_table(
             ("file", "format", "tensors", "size"),
             [(f["name"], f["format"], f["tensors"], size(f["bytes"])) for f in document["files"]],
             frozenset({2, 3}),
         )
     if document["dtypes"]:
-        table(
+        print_table(
             ("dtype", "tensors", "size"),
             [(name, d["tensors"], size(d["bytes"])) for name, d in document["dtypes"].items()],
             frozenset({1, 2}),
         )
     if tensors:
-        table(("tensor", "dtype", "shape", "file"), [(t.name, t.dtype, list(t.shape), t.file) for t in catalog.tensors])
+        print_table(("tensor", "dtype", "shape", "file"), [(t.name, t.dtype, list(t.shape), t.file) for t in catalog.tensors])
     for title, found in (("problem", problems), ("note", catalog.notes)):
         for item in found:
             click.echo(f"{title}: {printable(item)}")

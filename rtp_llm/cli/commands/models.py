@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from rtp_llm.cli.options import common, output_of
-from rtp_llm.cli.output import table
+from rtp_llm.cli.output import print_table
 from rtp_llm.config.load import QUANTIZATION_METHODS
 
 
@@ -31,8 +31,8 @@ def models(context: click.Context) -> int:
         rows = [
             (f["name"], f["kind"], *(_feature(name, f["features"]) for name in features), ", ".join(f["architectures"])) for f in listed
         ]
-        table(("family", "kind", *(name.replace("_", " ") for name in features), "architectures"), rows)
-        table(
+        print_table(("family", "kind", *(name.replace("_", " ") for name in features), "architectures"), rows)
+        print_table(
             ("quantisation", "schemes", "tensor parallel", "CPU", "CUDA", "export"),
             [(m.name, m.schemes, m.tensor_parallel, m.cpu, m.cuda, _shown(m.export)) for m in METHODS],
         )
@@ -54,7 +54,7 @@ def models(context: click.Context) -> int:
 
 
 def _feature(name: str, features: dict[str, Any]) -> str:
-    # The names of all methods, in every row, would be wider than the table.
+    # The names of all methods in every row would make the table too wide.
     every = name == "quantization" and tuple(features[name]) == QUANTIZATION_METHODS
     return "all methods" if every else _shown(features[name])
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from rtp_llm.cli.options import checkpoint_argument, common, output_of, resolve, setting_options
-from rtp_llm.cli.output import pairs, printable, ranges, size, table
+from rtp_llm.cli.options import checkpoint_argument, command_settings, common, output_of, setting_options
+from rtp_llm.cli.output import pairs, print_table, printable, ranges, size
 from rtp_llm.cli.session import check_checkpoint, place
 from rtp_llm.errors import Problem
 
@@ -28,7 +28,7 @@ def plan(context: click.Context, /, checkpoint: str, **flags: Any) -> int:
 
     Reads headers only. A checkpoint that does not fit its model makes the exit code 1.
     """
-    settings = resolve(flags, os.environ)
+    settings = command_settings(flags, os.environ)
     check_checkpoint(checkpoint)
 
     from rtp_llm.loader.budget.budget import predictions
@@ -58,7 +58,7 @@ def _text(document: dict[str, Any], problems: tuple[Problem, ...]) -> None:
         ]
     )
     rows = [(f["name"], f["reads"], size(f["bytes_read"]), size(f["bytes"])) for f in document["files"]]
-    table(("file", "reads", "read", "size"), rows, frozenset({1, 2, 3}))
+    print_table(("file", "reads", "read", "size"), rows, frozenset({1, 2, 3}))
     _quantization(document["quantization"])
     _experts(document)
     _skipped(document)
@@ -74,7 +74,7 @@ def _memory(taken: dict[str, int]) -> str:
     return f"{size(taken['predicted_peak_bytes'])}, {size(taken['bytes_staging'])} of it staging buffers{making}"
 
 
-#: Lines of one kind beyond which only their number is printed: a checkpoint of another model has as many as it has tensors.
+#: Most lines of one kind; of the rest only the number: a checkpoint of another model has as many as tensors.
 _MOST_LISTED = 100
 
 
@@ -85,7 +85,7 @@ def _listed(label: str, things: Sequence[object]) -> None:
         click.echo(f"{label}: ... and {len(things) - _MOST_LISTED} more (--json lists all)")
 
 
-#: Skipped tensors with one reason beyond which only their number is printed: a layer of experts has hundreds.
+#: Most skipped tensors of one reason; of more only the number: a layer of experts has hundreds.
 _MOST_SKIPPED = 8
 
 
@@ -117,12 +117,12 @@ def _quantization(found: dict[str, Any] | None) -> None:
             click.echo(f"{label}: {shown}{f' and {len(names) - _MOST_NAMED} more' if len(names) > _MOST_NAMED else ''}")
 
 
-#: Rows of the expert table beyond which only this rank's are printed.
+#: Most rows of the expert table; of more only this rank's.
 _MOST_ROWS = 128
 
 
 def _experts(document: dict[str, Any]) -> None:
-    """Which rank holds which experts, a row for each rank and each run of layers that are alike."""
+    """Which rank has which experts: a row for each rank and run of equal layers."""
     rows = []
     for entry in document["experts"]:
         layouts = sorted({*entry["layout"].values()})
@@ -133,4 +133,4 @@ def _experts(document: dict[str, Any]) -> None:
         rows = [row for row in rows if row[1] == document["ep_rank"]]
         click.echo(f"experts of expert-parallel rank {document['ep_rank']} (--json lists all ranks):")
     if rows:
-        table(("layers", "ep rank", "experts", "bytes a layer", "in the checkpoint"), rows, frozenset({1, 3}))
+        print_table(("layers", "ep rank", "experts", "bytes a layer", "in the checkpoint"), rows, frozenset({1, 3}))

@@ -6,8 +6,8 @@ import os
 
 import click
 
-from rtp_llm.cli.options import common, output_of, resolve
-from rtp_llm.cli.output import table
+from rtp_llm.cli.options import command_settings, common, output_of
+from rtp_llm.cli.output import print_table
 from rtp_llm.config.setting import spelled
 
 
@@ -19,7 +19,7 @@ from rtp_llm.config.setting import spelled
 @click.pass_context
 def settings(context: click.Context) -> int:
     """List every setting: flag, environment variable, allowed values, and its value here with where that comes from."""
-    chosen = resolve({}, os.environ).chosen
+    resolved = command_settings({}, os.environ).resolved
     listed = [
         {
             "name": c.setting.name,
@@ -31,12 +31,12 @@ def settings(context: click.Context) -> int:
             "source": c.source,
             "help": c.setting.help,
         }
-        for c in chosen
+        for c in resolved
     ]
 
     def text() -> None:
-        rows = [(c.setting.flags[0], c.setting.env, c.setting.kind.allowed, spelled(c.value), c.source) for c in chosen]
-        table(("flag", "environment variable", "allowed", "value", "from"), rows)
+        rows = [(c.setting.flags[0], c.setting.env, c.setting.kind.allowed, spelled(c.value), c.source) for c in resolved]
+        print_table(("flag", "environment variable", "allowed", "value", "from"), rows)
 
     output_of(context).emit({"settings": listed}, text)
     return 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from rtp_llm.cli.options import checkpoint_argument, common, output_of, resolve, setting_options
+from rtp_llm.cli.options import checkpoint_argument, command_settings, common, output_of, setting_options
 from rtp_llm.cli.output import pairs
 from rtp_llm.cli.session import check_checkpoint, kernel_lines
 
@@ -29,7 +29,7 @@ def warmup(context: click.Context, /, checkpoint: str, **flags: Any) -> int:
 
     Reads headers only. A load does the same while it reads weights; after a warmup on the same machine it compiles nothing.
     """
-    settings = resolve(flags, os.environ)
+    settings = command_settings(flags, os.environ)
     check_checkpoint(checkpoint)
 
     from rtp_llm.loader.warmup import warm_up

@@ -30,7 +30,7 @@ def check_cache(context: LoadContext, size: CacheSize, prepared: Prepared, free:
     def nbytes(size: CacheSize) -> int:
         return size.nbytes(model.cache_shapes, model.dtype)
 
-    _log.info("preflight: KV cache %d bytes (%d sequences, %d pages) beside the weights", nbytes(size), size.slots, size.pages)
+    _log.info("preflight: KV cache %d bytes (%d sequences, %d pages) beside the weights", nbytes(size), size.rows, size.pages)
     needs = {"weights": prepared.plan.bytes_resident, "cache": nbytes(size)}
     free = free_bytes(context.device) if free is None else free
     problems = []
@@ -42,7 +42,7 @@ def check_cache(context: LoadContext, size: CacheSize, prepared: Prepared, free:
                     PlanFault.OUT_OF_MEMORY,
                     f"the weights and the KV cache do not fit on {device.name}",
                     rank=device.ranks[0],
-                    expected=f"{weights} bytes of weights and {cache} of cache ({size.slots} sequences of up to {size.max_length} tokens),"
+                    expected=f"{weights} bytes of weights and {cache} of cache ({size.rows} sequences of up to {size.max_length} tokens),"
                     f" for {len(device.ranks)} rank(s)",
                     actual=f"{device.free} bytes free",
                     fix=_fix(size, nbytes, (device.free - weights) // len(device.ranks)),
@@ -57,10 +57,10 @@ def _fix(size: CacheSize, nbytes: Callable[[CacheSize], int], room: int) -> str:
 
     The room is one rank's share: caches of ranks that share a device differ by no more than a head or two.
     """
-    batch = _most(size.slots, lambda slots: nbytes(CacheSize.equal(slots, size.max_length)) <= room)
-    length = _most(size.max_length, lambda tokens: nbytes(CacheSize.equal(size.slots, tokens)) <= room)
+    batch = _most(size.rows, lambda rows: nbytes(CacheSize.equal(rows, size.max_length)) <= room)
+    length = _most(size.max_length, lambda tokens: nbytes(CacheSize.equal(size.rows, tokens)) <= room)
     found = [f"{batch} sequence(s) of {size.max_length} tokens at a time (batch_size)"] if batch else []
-    found += [f"{size.slots} of {length} tokens each (prompt and max_new_tokens)"] if length else []
+    found += [f"{size.rows} of {length} tokens each (prompt and max_new_tokens)"] if length else []
     return f"what fits: {', or '.join(found)}" if found else "use more ranks (tp_size), a narrower dtype, or free memory"
 
 

@@ -19,7 +19,7 @@ from rtp_llm.loader.prepare.eplb import with_experts
 from rtp_llm.loader.prepare.fingerprint import content_lines
 from rtp_llm.loader.prepare.quantise import declared_in, is_inline, quantise, quantise_inline, quantised_mapping
 from rtp_llm.models.family import Family
-from rtp_llm.models.registry import resolve
+from rtp_llm.models.registry import find_family
 from rtp_llm.parallel.shard import check_divisible
 from rtp_llm.parallel.world import agree
 from rtp_llm.plan.join import join
@@ -64,7 +64,7 @@ def prepare(context: LoadContext) -> Prepared:
     catalog.raise_for_problems()
     raw = read_config(context.directory)
     declared = declared_in(raw, catalog.directory, settings.quantization)
-    family = resolve(raw["architectures"])
+    family = find_family(raw["architectures"])
     implementation = family.load()
     names = frozenset(t.name for t in catalog.tensors)
     config = implementation.parse_config(raw, names)

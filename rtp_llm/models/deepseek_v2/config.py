@@ -11,12 +11,12 @@ from rtp_llm.models.latent_config import (
     ExpertDefaults,
     LatentConfig,
     LatentDefaults,
-    RoutingMethod,
     latent_config,
     read_experts,
     read_latent,
     read_sparse_layers,
 )
+from rtp_llm.models.moe import RoutingMethod
 from rtp_llm.models.reader import config_reader
 
 _DEFAULTS = LatentDefaults(

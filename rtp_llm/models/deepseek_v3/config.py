@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from rtp_llm.models.latent_config import ExpertDefaults, LatentConfig, LatentDefaults, read_latent, sigmoid_config
+from rtp_llm.models.latent_config import ExpertDefaults, LatentConfig, LatentDefaults, read_latent, read_sparse_layers, sigmoid_config
 from rtp_llm.models.reader import config_reader
 
 _DEFAULTS = LatentDefaults(
@@ -28,4 +28,4 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> LatentConfig
     reader.only("topk_method", ("noaux_tc",), "that is DeepSeek-V2's")
     reader.only("scoring_func", ("sigmoid",), "that is DeepSeek-V2's")
     sizes = read_latent(reader, _DEFAULTS, interleaved=reader.boolean("rope_interleave", True))
-    return sigmoid_config(reader, sizes, names, _EXPERTS, dense=3)
+    return sigmoid_config(reader, sizes, names, read_sparse_layers(reader, sizes.layers, 3), _EXPERTS)

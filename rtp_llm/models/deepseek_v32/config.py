@@ -7,7 +7,7 @@ from typing import Any
 
 from rtp_llm.layers.indexer import IndexerShape
 from rtp_llm.models.faults import ModelFault
-from rtp_llm.models.latent_config import ExpertDefaults, LatentConfig, LatentDefaults, read_latent, sigmoid_config
+from rtp_llm.models.latent_config import ExpertDefaults, LatentConfig, LatentDefaults, read_latent, read_sparse_layers, sigmoid_config
 from rtp_llm.models.reader import MAX_POSITIONS, MAX_SIZE, FieldReader, config_reader
 
 _DEFAULTS = LatentDefaults(
@@ -37,7 +37,7 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> LatentConfig
         reader.fail("q_lora_rank", "a value, as the indexer works on the latent of queries", fault=ModelFault.ABSENT_FIELD)
     sizes = read_latent(reader, _DEFAULTS, indexer=_read_indexer(reader))
     reader.words("layer_types", sizes.layers, _LAYER_TYPES)
-    return sigmoid_config(reader, sizes, names, _EXPERTS, dense=3, listed=True)
+    return sigmoid_config(reader, sizes, names, read_sparse_layers(reader, sizes.layers, 3, listed=True), _EXPERTS)
 
 
 def _read_indexer(reader: FieldReader) -> IndexerShape:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rtp_llm.layers.moe import MoEShape
 from rtp_llm.models.decoder import DecoderDefaults, read_decoder, read_tied
-from rtp_llm.models.moe import MoEConfig, MoEDecoderConfig, defaulted, read_expert_count, read_routing
+from rtp_llm.models.moe import MoEConfig, MoEDecoderConfig, RoutingDefaults, defaulted, read_expert_count, read_routing
 from rtp_llm.models.reader import MAX_LAYERS, MAX_SIZE, config_reader
 
 _DEFAULTS = DecoderDefaults(vocab_size=151552, intermediate_size=10944, max_position_embeddings=131072, kv_heads=8, partial_rotary=True)
@@ -25,15 +25,9 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> MoEDecoderCo
     reader = config_reader(defaulted(raw, **defaults))
     sizes = read_decoder(reader, _DEFAULTS)
     layers = tuple(range(reader.integer("first_k_dense_replace", 1, least=0, most=MAX_LAYERS), sizes.layers))
-    routing = read_routing(
-        reader,
-        read_expert_count(reader, "n_routed_experts", 128, len(layers)),
-        "noaux_tc",
-        top_k=8,
-        renormalise=reader.boolean("norm_topk_prob", True),
-        scale=1.0,
-        wide=True,
-    )
+    experts = read_expert_count(reader, "n_routed_experts", 128, len(layers))
+    renormalise = reader.boolean("norm_topk_prob", True)
+    routing = read_routing(reader, experts, RoutingDefaults("noaux_tc", top_k=8, scale=1.0, renormalise=renormalise, wide=True))
     width = reader.integer("moe_intermediate_size", 1408)
     shared = reader.integer("n_shared_experts", 1, most=max(1, MAX_SIZE // width))
     decoder = replace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from rtp_llm.models.latent_config import ExpertDefaults, LatentConfig, LatentDefaults, read_latent, sigmoid_config
+from rtp_llm.models.latent_config import ExpertDefaults, LatentConfig, LatentDefaults, read_latent, read_sparse_layers, sigmoid_config
 from rtp_llm.models.reader import config_reader
 
 _DEFAULTS = LatentDefaults(
@@ -30,4 +30,4 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> LatentConfig
     reader.only("topk_method", ("noaux_tc",), "the family knows no other")
     reader.only("scoring_func", ("sigmoid",), "the family knows no other")
     sizes = read_latent(reader, _DEFAULTS, interleaved=reader.boolean("rope_interleave", True))
-    return sigmoid_config(reader, sizes, names, _EXPERTS, dense=1, listed=True)
+    return sigmoid_config(reader, sizes, names, read_sparse_layers(reader, sizes.layers, 1, listed=True), _EXPERTS)

@@ -10,14 +10,14 @@ from rtp_llm.layers.activation import ClampedGate
 from rtp_llm.layers.moe import MoEShape
 from rtp_llm.models.decoder import DecoderDefaults, read_decoder, read_tied
 from rtp_llm.models.faults import ModelFault
-from rtp_llm.models.moe import MoEConfig, MoEDecoderConfig, defaulted, read_expert_count, read_routing
+from rtp_llm.models.moe import MoEConfig, MoEDecoderConfig, RoutingDefaults, defaulted, read_expert_count, read_routing
 from rtp_llm.models.reader import MAX_POSITIONS, FieldReader, config_reader
 
 _DEFAULTS = DecoderDefaults(
     vocab_size=201088, intermediate_size=2880, max_position_embeddings=131072, kv_heads=8, head_dim=64, head_dim_may_be_null=False
 )
 _FIELDS = {"hidden_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0}
-#: The rotation of a file that says nothing of it.
+#: The default rotation.
 _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -29,8 +29,8 @@ _YARN = {
 
 
 def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> MoEDecoderConfig:
-    """Every layer has experts of ``intermediate_size``; every second one, from the first on, has the window unless ``layer_types``
-    says otherwise; ``attention_bias`` is for all four projections.
+    """Every layer has experts of ``intermediate_size``.  By default every second layer, from the first on, has the window.
+    ``attention_bias`` is for all four projections.
 
     Raises:
         ConfigError: with every bad field.
@@ -40,7 +40,7 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> MoEDecoderCo
     sizes = read_decoder(reader, _DEFAULTS)
     reader.only("hidden_act", ("silu",), "the experts of this architecture have no other activation")
     experts = read_expert_count(reader, "num_local_experts", 128, sizes.layers)
-    routing = read_routing(reader, experts, "greedy", top_k=4, renormalise=True, biased=True)
+    routing = read_routing(reader, experts, RoutingDefaults("greedy", top_k=4, renormalise=True, biased=True))
     gate = ClampedGate(reader.number("swiglu_alpha", 1.702), reader.number("swiglu_limit", 7.0))
     attention_bias = reader.boolean("attention_bias", True)
     decoder = replace(

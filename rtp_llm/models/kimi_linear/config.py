@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from rtp_llm.layers.kda import KDAShape
-from rtp_llm.models.latent_config import ExpertDefaults, ExpertFields, LatentConfig, LatentDefaults, read_latent, sigmoid_config
+from rtp_llm.models.latent_config import (
+    ExpertDefaults,
+    ExpertFields,
+    LatentConfig,
+    LatentDefaults,
+    read_latent,
+    read_sparse_layers,
+    sigmoid_config,
+)
 from rtp_llm.models.moe import RoutingFields
 from rtp_llm.models.reader import MAX_SIZE, FieldReader, config_reader
 
@@ -53,11 +61,12 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> KimiConfig:
     nested = reader.nested("linear_attn_config")
     kda = _read_kda(reader, nested, sizes.hidden_size, sizes.norm_eps)
     linear = _read_linear_layers(reader, nested, sizes.layers)
-    return KimiConfig(sigmoid_config(reader, sizes, names, _EXPERTS, dense=1, listed=True, fields=_FIELDS), kda, linear)
+    sparse = read_sparse_layers(reader, sizes.layers, 1, listed=True)
+    return KimiConfig(sigmoid_config(reader, sizes, names, sparse, _EXPERTS, _FIELDS), kda, linear)
 
 
 def _read_kda(reader: FieldReader, nested: FieldReader | None, hidden_size: int, norm_eps: float) -> KDAShape:
-    """Sizes of delta attention: from ``linear_attn_config`` as published, else from transformers' fields."""
+    """Sizes of delta attention, from ``linear_attn_config`` as published, else from transformers' fields."""
 
     def size(published: str, ours: str, default: int, most: int = MAX_SIZE) -> int:
         if nested is not None and published in nested.raw:
@@ -71,8 +80,8 @@ def _read_kda(reader: FieldReader, nested: FieldReader | None, hidden_size: int,
 
 
 def _read_linear_layers(reader: FieldReader, nested: FieldReader | None, layers: int) -> frozenset[int]:
-    """Numbers, from 0, of the layers with delta attention.  ``layer_types`` goes before ``linear_attn_config``, which counts
-    from 1; where neither says anything, transformers makes every fourth layer but the first one a full one."""
+    """The layers with delta attention, from 0.  ``layer_types`` comes before ``linear_attn_config``, which counts from 1.  By
+    default every fourth layer but the first has full attention, as in transformers."""
     types = reader.words("layer_types", layers, ("full_attention", "linear_attention"))
     if types is not None:
         return frozenset(i for i, kind in enumerate(types) if kind == "linear_attention")

@@ -22,18 +22,18 @@ _EXPERTS = tuple(
     )
 )
 
-#: The decay's parts, which transformers keeps in a module of their own.
+#: The decay's parts, which transformers keeps in their own module.
 _DECAY = ("f_a_proj.weight", "f_b_proj.weight", "A_log", "dt_bias")
 _DECAY_SLOTS = ("f_a.weight", "f_b.weight", "a_log", "dt_bias")
 
 
 def _linear_attention() -> Iterator[Rule]:
-    """Rules for delta attention, but for what latent attention has under the same name."""
+    """Rules for delta attention, without the names that latent attention has too."""
     for one in "kv":
         yield Rule(f"{_AT}{one}_proj.weight", f"{_SLOT}{one}.weight")
     for one in "qkv":
         yield Rule(f"{_AT}{one}_conv1d.weight", f"{_SLOT}{one}_conv.weight")
-    # transformers holds the three convolutions one above another.
+    # transformers stacks the three convolutions by rows.
     yield Rule(f"{_AT}conv1d.weight", f"{_SLOT}*_conv.weight", parts=tuple(map(Part, "qkv")))
     for name in ("b", "g_a", "g_b"):
         yield Rule(f"{_AT}{name}_proj.weight", f"{_SLOT}{name}.weight")
@@ -44,12 +44,12 @@ def _linear_attention() -> Iterator[Rule]:
 
 
 def _unique(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Both kinds of attention have queries and an output, with the same names and slots."""
+    """Unique rules: both kinds of attention have queries and an output, with the same names and slots."""
     return tuple({rule.raw: rule for rule in rules}.values())
 
 
 def mapping(config: KimiConfig) -> Mapping:
-    """Rules for every spelling of those tensors that the configuration asks for."""
+    """Rules for every spelling of the tensors of this configuration."""
     latent = config.latent
     rules: list[Rule] = [*common_rules(latent)]
     if config.linear:
@@ -57,7 +57,7 @@ def mapping(config: KimiConfig) -> Mapping:
         rules += _linear_attention()
     if len(config.linear) < latent.sizes.layers:
         rules += module_rules(attention_modules(latent.sizes.attention), "self_attn.", "attn.")
-    # transformers, when it saves, renames dense layers along with those of experts.
+    # transformers renames dense layers along with experts when it saves.
     for at in ("mlp.", "block_sparse_moe."):
         rules += mlp_rules(at, "mlp.")
     return with_latent_experts(latent, _unique(rules), *_EXPERTS)

@@ -1,4 +1,4 @@
-"""Kimi Linear: layers with delta attention among layers with latent attention, and nothing rotated."""
+"""Kimi Linear: layers with delta attention or latent attention, without rotation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def conditions(config: KimiConfig) -> tuple[Divisibility, ...]:
 
 
 def experts(config: KimiConfig) -> ExpertLayers | None:
-    """What there is to divide between expert-parallel ranks."""
+    """The experts to divide between expert-parallel ranks."""
     return config.latent.moe.experts
 
 

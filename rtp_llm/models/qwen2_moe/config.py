@@ -9,7 +9,7 @@ from typing import Any
 from rtp_llm.layers.moe import MoEShape
 from rtp_llm.models.decoder import DecoderDefaults, read_decoder, read_tied
 from rtp_llm.models.faults import ModelFault
-from rtp_llm.models.moe import MoEConfig, MoEDecoderConfig, defaulted, read_expert_count, read_routing, read_stepped_layers
+from rtp_llm.models.moe import MoEConfig, MoEDecoderConfig, RoutingDefaults, defaulted, read_expert_count, read_routing, read_stepped_layers
 from rtp_llm.models.reader import MAX_POSITIONS, FieldReader, config_reader
 
 _DEFAULTS = DecoderDefaults(vocab_size=151936, intermediate_size=5632, max_position_embeddings=32768, kv_heads=16)
@@ -22,13 +22,8 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> MoEDecoderCo
     reader = config_reader(defaulted(raw, hidden_size=2048, num_hidden_layers=24, num_attention_heads=16))
     sizes = read_decoder(reader, _DEFAULTS)
     layers = read_stepped_layers(reader, sizes.layers)
-    routing = read_routing(
-        reader,
-        read_expert_count(reader, "num_experts", 60, len(layers)),
-        "greedy",
-        top_k=4,
-        renormalise=reader.boolean("norm_topk_prob", False),
-    )
+    experts = read_expert_count(reader, "num_experts", 60, len(layers))
+    routing = read_routing(reader, experts, RoutingDefaults("greedy", top_k=4, renormalise=reader.boolean("norm_topk_prob", False)))
     shape = MoEShape(
         sizes.hidden_size,
         reader.integer("moe_intermediate_size", 1408),
@@ -45,8 +40,7 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> MoEDecoderCo
 
 
 def _windows(reader: FieldReader, layers: int) -> tuple[int | None, ...]:
-    """Without ``layer_types``, every second layer below ``max_window_layers`` has the window, as in transformers; Qwen2's
-    rule is another one."""
+    """Without ``layer_types``, every second layer below ``max_window_layers`` has the window, as in transformers, unlike Qwen2."""
     used = reader.boolean("use_sliding_window", False)
     # transformers writes 0 for a window that is not used.
     window = reader.optional_integer("sliding_window", 4096, most=MAX_POSITIONS) if used else None

@@ -8,7 +8,7 @@ from typing import Any
 
 from rtp_llm.layers.moe import MoEShape
 from rtp_llm.models.decoder import DecoderDefaults, read_decoder, read_tied
-from rtp_llm.models.moe import MoEConfig, MoEDecoderConfig, defaulted, read_expert_count, read_routing, read_stepped_layers
+from rtp_llm.models.moe import MoEConfig, MoEDecoderConfig, RoutingDefaults, defaulted, read_expert_count, read_routing, read_stepped_layers
 from rtp_llm.models.reader import MAX_POSITIONS, config_reader
 
 _DEFAULTS = DecoderDefaults(vocab_size=151936, intermediate_size=6144, max_position_embeddings=32768, kv_heads=4)
@@ -25,13 +25,8 @@ def parse_config(raw: Mapping[str, Any], names: Collection[str]) -> MoEDecoderCo
     layers = read_stepped_layers(reader, sizes.layers)
     # transformers 5 writes the count under the second name.
     count = "num_experts" if "num_experts" in raw else "num_local_experts"
-    routing = read_routing(
-        reader,
-        read_expert_count(reader, count, 128, len(layers)),
-        "greedy",
-        top_k=8,
-        renormalise=reader.boolean("norm_topk_prob", False),
-    )
+    experts = read_expert_count(reader, count, 128, len(layers))
+    routing = read_routing(reader, experts, RoutingDefaults("greedy", top_k=8, renormalise=reader.boolean("norm_topk_prob", False)))
     if "num_experts" in raw and raw.get("num_local_experts", raw["num_experts"]) != raw["num_experts"]:
         reader.fail("num_local_experts", "the same as num_experts")
     attention_bias = reader.boolean("attention_bias", False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rtp_llm.config.docs import table
+from rtp_llm.config.docs import settings_table
 from rtp_llm.config.load import LoadConfig
 from rtp_llm.config.setting import declared
 
@@ -81,7 +81,7 @@ def markdown() -> str:
 
 def _rows() -> Iterator[str]:
     by_name = {item.name: item for item in declared(LoadConfig)}
-    return table("Settings", tuple(by_name[name] for name in _SETTINGS))
+    return settings_table("Settings", tuple(by_name[name] for name in _SETTINGS))
 
 
 if __name__ == "__main__":
