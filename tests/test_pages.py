@@ -39,7 +39,8 @@ def sentences(page: str) -> list[str]:
 
 def test_sentences_are_told_apart() -> None:
     """Full stops, colons and semicolons end a sentence; code, tables and headings are no prose; a list's item stands alone."""
-    page = "# A heading\n\nOne `a. b`, as [said](x.md). Two: three;\nfour\n\n    code. here\n\n| a. | b |\n\n- five\n- six. seven\n\n```\nno. code\n```\n"
+    prose = "# A heading\n\nOne `a. b`, as [said](x.md). Two: three;\nfour\n\n- five\n- six. seven\n"
+    page = f"{prose}\n    code. here\n\n| a. | b |\n\n```\nno. code\n```\n"
     assert sentences(page) == ["One code, as said.", "Two:", "three;", "four", "- five", "- six.", "seven"]
 
 
