@@ -30,7 +30,7 @@ def sentences(page: str) -> list[str]:
     found = []
     for block in _BLOCK.split(page):
         lines = block.strip("\n").split("\n")
-        if lines[0].startswith(("    ", "#", "|")):  # an indented code block, a heading, a table
+        if lines[0].startswith(("    ", "#")) or lines[0].lstrip().startswith("|"):  # an indented code block, a heading, a table
             continue
         text = _LINK.sub(r"\1", _CODE.sub("code", " ".join(line.strip() for line in lines)))
         found += [sentence for sentence in _END.split(text) if sentence]
@@ -40,7 +40,7 @@ def sentences(page: str) -> list[str]:
 def test_sentences_are_told_apart() -> None:
     """Full stops, colons and semicolons end a sentence; code, tables and headings are no prose; a list's item stands alone."""
     prose = "# A heading\n\nOne `a. b`, as [said](x.md). Two: three;\nfour\n\n- five\n- six. seven\n"
-    page = f"{prose}\n    code. here\n\n| a. | b |\n\n```\nno. code\n```\n"
+    page = f"{prose}\n    code. here\n\n| a. | b |\n\n  | c. | d |\n\n```\nno. code\n```\n"
     assert sentences(page) == ["One code, as said.", "Two:", "three;", "four", "- five", "- six.", "seven"]
 
 
