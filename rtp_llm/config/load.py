@@ -39,67 +39,66 @@ class LoadConfig:
     load_method: str = setting(
         ChoiceKind(("auto", "fastsafetensors", "scratch")),
         "auto",
-        "How bytes get to the device; auto takes the best way that works here.",
+        "How bytes get to the device; auto takes the best method that works here.",
         env="LOAD_METHOD",
     )
     device: str = setting(
-        Device(), "auto", "Where weights go; auto takes CUDA where there is a GPU (one for each local rank), else the CPU."
+        Device(), "auto", "Device of the weights; auto takes a GPU (one for each local rank), or the CPU if there is none."
     )
     dtype: str = setting(
         ChoiceKind(("auto", "float64", "float32", "bfloat16", "float16")),
         "auto",
-        "Type of the weights on the device; auto keeps config.json's, else the one most bytes are stored in.",
+        "Dtype of the weights on the device; auto keeps config.json's, or else the one that most bytes are stored in.",
     )
     quantization: str | None = setting(
         OptionalChoiceKind(QUANTIZATION_METHODS),
         None,
-        "Quantisation that the checkpoint must have (left out: whatever it declares), or inline-*: what to make of plain weights.",
+        "Quantisation that the checkpoint must declare; inline-* quantises plain weights. Left out: what it declares.",
     )
     kernels: str = setting(
         ChoiceKind(("auto", "flashinfer", "torch")),
         "auto",
-        "Who computes norms, gates, rotations and attention; auto takes flashinfer on a CUDA device for what it can do there, else torch.",
+        "Back end of norms, gates, rotations and attention; auto takes flashinfer for what it can do on a CUDA device, else torch.",
         env="KERNELS",
     )
     # More than 256 threads only queue at the disk.
     reader_threads: int = setting(
-        Whole(0, 256), 0, "Threads that read files; 0 takes as many as there are CPUs (three quarters of them beside a GPU), at most 12."
+        Whole(0, 256), 0, "Threads that read files; 0 takes the number of CPUs (three quarters of it beside a GPU), at most 12."
     )
-    # Buffers far smaller than 4096 MiB already read as fast.
-    buffer_mib: int = setting(Whole(1, 4096), 8, "Size of each of a reader thread's staging buffers (two beside a GPU), in MiB.")
-    # 128 KiB is the kernel's default read-ahead window: such a gap is read from storage anyway, and copying it from the
-    # page cache costs less than a second call.
+    # 4096 MiB a thread is already far beyond where a larger buffer reads faster.
+    buffer_mib: int = setting(Whole(1, 4096), 8, "MiB of one staging buffer; a reader thread has one (two beside a GPU).")
+    # 128 KiB is the kernel's default read-ahead window: such a gap is fetched from storage anyway, and in the page cache
+    # reading past it costs less than a second call.
     read_gap_kib: int = setting(
         Whole(0, 65536),
         128,
-        "Unwanted bytes between the rows of a row-parallel matrix that are read rather than skipped, in KiB, where it is not in the page "
-        "cache; 0 reads only what is wanted.",
+        "Largest gap, in KiB, between the rows of an uncached row-parallel matrix that is read over and not skipped; 0 skips all.",
     )
     verify: bool = setting(Switch(), False, "After the load, read the files again and compare every weight with them.")
     progress: bool = setting(Switch(), True, "Show progress on stderr: a bar on a terminal, else a line every few seconds.")
-    timeout_s: float = setting(Seconds(86400), 300.0, "Longest wait of a rank for the others wherever ranks meet.")
+    timeout_s: float = setting(Seconds(86400), 300.0, "Longest time that a rank waits for the others.")
     stacked_moe_mode: str = setting(
         ChoiceKind(tuple(mode.value for mode in StackedMode)),
         StackedMode.PER_EXPERT.value,
-        "How fastsafetensors delivers tensors that hold all experts: one at a time, in bounded memory, or whole.",
+        "How fastsafetensors delivers a tensor that holds all experts: expert by expert, in bounded memory, or whole.",
         env="RTP_FASTSAFETENSORS_STACKED_MOE_MODE",
     )
     fastsafetensors_config: str | None = setting(
         FilePath(),
         None,
-        "JSON file with fastsafetensors' own settings; without it ./fastsafetensors.json, where there is one.",
+        "JSON file with fastsafetensors' own settings. Left out: ./fastsafetensors.json, if there is one.",
         env="FASTSAFETENSORS_CONFIG",
     )
     fastsafetensors_config_json: str | None = setting(
         JsonObject(), None, "The same settings as text; used instead of any file.", env="FASTSAFETENSORS_CONFIG_JSON"
     )
     fastsafetensors_nogds: bool = setting(
-        Switch(), False, "Never use GPUDirect storage, whatever fastsafetensors' own settings say.", env="FASTSAFETENSORS_NOGDS"
+        Switch(), False, "Never use GPUDirect storage, even if fastsafetensors' own settings ask for it.", env="FASTSAFETENSORS_NOGDS"
     )
     fastsafetensors_odirect: str = setting(
         ChoiceKind(("auto", "1", "0")),
         "auto",
-        "Whether fastsafetensors reads around the page cache; auto asks for each file what is cached.",
+        "Whether fastsafetensors bypasses the page cache; auto decides per file, by what is cached.",
         env="FASTSAFETENSORS_ODIRECT",
     )
 

@@ -21,16 +21,19 @@ class ParallelConfig:
     Weights depend on nothing else.  Raises ``ConfigError`` for sizes below 1 or ranks out of range, all at once.
     """
 
-    tp_size: int = setting(Whole(1, MOST_RANKS), 1, "Number of tensor-parallel ranks; under torchrun the number of processes / ep_size.")
+    tp_size: int = setting(Whole(1, MOST_RANKS), 1, "Number of tensor-parallel ranks; under torchrun it is processes / ep_size.")
     tp_rank: int = setting(
-        Whole(0, MOST_RANKS - 1), 0, "This process's tensor-parallel rank, from 0; under torchrun its rank % tp_size.", aliases=("--rank",)
+        Whole(0, MOST_RANKS - 1),
+        0,
+        "This process's tensor-parallel rank, from 0; under torchrun it is rank % tp_size.",
+        aliases=("--rank",),
     )
-    ep_size: int = setting(Whole(1, MOST_RANKS), 1, "Number of groups of tensor-parallel ranks between which experts are divided.")
-    ep_rank: int = setting(Whole(0, MOST_RANKS - 1), 0, "This process's expert-parallel rank, from 0; under torchrun its rank / tp_size.")
+    ep_size: int = setting(Whole(1, MOST_RANKS), 1, "Number of tensor-parallel groups; experts are divided between them.")
+    ep_rank: int = setting(Whole(0, MOST_RANKS - 1), 0, "This process's expert-parallel rank, from 0; under torchrun it is rank / tp_size.")
     eplb: str | None = setting(
         FilePath(),
         None,
-        "JSON file with the table phy2log: which expert each physical expert is a copy of; without it experts are split evenly.",
+        "JSON file with the table phy2log: the expert that each physical expert copies. Left out: experts are split evenly.",
     )
 
     def __post_init__(self) -> None:

@@ -30,20 +30,21 @@ _STATES = {"both": ("warm", "cold"), "warm": ("warm",), "cold": ("cold",)}
 
 @click.command(short_help="Measure loading against other loaders and the machine's limits.", epilog=_EXAMPLES)
 @checkpoint_argument
-@click.option("--runs", type=click.IntRange(1, _MOST_RUNS), default=5, show_default=True, help="Runs of each contender.")
-@click.option("--contenders", metavar="A,B,...", help="Whom to measure, in this order; all that are installed unless given.")
+@click.option("--runs", type=click.IntRange(1, _MOST_RUNS), default=5, show_default=True, help="Runs of each loader.")
+@click.option("--contenders", metavar="A,B,...", help="Loaders to measure, in this order. Left out: all that are installed.")
 @click.option(
     "--cache",
     type=click.Choice(list(_STATES)),
     default="both",
     show_default=True,
-    help="With the files in the page cache, without, or both.",
+    help="Measure with the files in the page cache (warm), without (cold), or both.",
 )
+@click.option("--drop_caches", is_flag=True, help="Drop the whole machine's page cache if dropping the files' pages is not enough.")
 @click.option(
-    "--drop_caches", is_flag=True, help="Allow to drop the whole machine's page cache where dropping the files' pages is not enough."
-)
-@click.option(
-    "--plot", metavar="FILE.png", type=click.Path(dir_okay=False, path_type=Path), help="Draw bytes over time and speeds; takes matplotlib."
+    "--plot",
+    metavar="FILE.png",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw bytes over time, and speeds; needs matplotlib.",
 )
 @setting_options("device", "reader_threads", "buffer_mib", "tp_size", "tp_rank", "ep_size", "ep_rank")
 @common

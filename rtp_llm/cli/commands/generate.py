@@ -41,27 +41,27 @@ _TITLE = 72
 
 @click.command(short_help="Generate text with a causal language model.", epilog=_EXAMPLES)
 @checkpoint_argument
-@click.option("--prompt", "prompts", multiple=True, help="What to say to the model; may be given several times.")
-@click.option("--prompts_file", type=click.Path(exists=True, dir_okay=False), help="Prompts, one a line, after those of --prompt.")
-@click.option("--max_new_tokens", type=click.IntRange(1, 1_000_000), default=128, show_default=True, help="Stop after this many tokens.")
-@click.option("--raw", is_flag=True, help="Give the prompt as it is, without the chat template.")
+@click.option("--prompt", "prompts", multiple=True, help="A prompt; give the option once for each.")
 @click.option(
-    "--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="0 is greedy; else what scores are divided by."
+    "--prompts_file", type=click.Path(exists=True, dir_okay=False), help="File with one prompt per line; they follow those of --prompt."
 )
-@click.option("--top_k", type=click.IntRange(0), default=0, show_default=True, help="Draw from this many tokens at most; 0 from all.")
+@click.option("--max_new_tokens", type=click.IntRange(1, 1_000_000), default=128, show_default=True, help="Most tokens of an answer.")
+@click.option("--raw", is_flag=True, help="Use the prompt as it is, without the chat template.")
+@click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="Divide scores by this; 0 = greedy.")
+@click.option("--top_k", type=click.IntRange(0), default=0, show_default=True, help="Sample from the K most likely tokens; 0 = all.")
 @click.option(
     "--top_p",
     type=click.FloatRange(0, 1, min_open=True),
     default=1.0,
     show_default=True,
-    help="Draw from as few tokens as have this much of the probability.",
+    help="Sample from the fewest tokens that together have this probability.",
 )
-@click.option("--seed", type=click.IntRange(0, _MOST_SEED), default=0, show_default=True, help="Of each prompt's own random numbers.")
 @click.option(
-    "--batch_size", type=click.IntRange(1, _MOST_BATCH), default=8, show_default=True, help="The most sequences that run at a time."
+    "--seed", type=click.IntRange(0, _MOST_SEED), default=0, show_default=True, help="Random seed (each prompt has its own generator)."
 )
-@click.option("--cuda_graphs/--no_cuda_graphs", default=True, help="On a GPU, decode by recorded passes.  [default: cuda_graphs]")
-@click.option("--stream/--no_stream", default=None, help="Print text as it comes; the default on a terminal.")
+@click.option("--batch_size", type=click.IntRange(1, _MOST_BATCH), default=8, show_default=True, help="Most sequences that run at a time.")
+@click.option("--cuda_graphs/--no_cuda_graphs", default=True, help="Decode with CUDA graphs on a GPU.  [default: cuda_graphs]")
+@click.option("--stream/--no_stream", default=None, help="Print text as it comes (default on a terminal).")
 @setting_options(*LOADING)
 @common
 @click.pass_context
