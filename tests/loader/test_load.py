@@ -74,7 +74,7 @@ def test_verify_finds_one_changed_bit(sharded: Path) -> None:
     weight = loaded.model.get_parameter("norm.weight")
     weight.data.view(torch.int32)[3] ^= 1
     with pytest.raises(TransportError, match=r"VERIFY_FAILED: norm.weight.*tensor model.norm.weight"):
-        verify(loaded.model, loaded.plan, loaded.directory)
+        verify(loaded.model, loaded.plan)
 
 
 def test_a_load_within_inference_mode(sharded: Path) -> None:
