@@ -88,7 +88,7 @@ def test_making_waits_for_nothing(grid: Grid) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         same = on((1000, 1030), grid, "cpu")
-        same[0].make(content.cpu(), region, same[3], step)
+        same[0].derive(content.cpu(), region, same[3], step)
         for (_, _, made), (_, _, wanted) in zip(places, same[3], strict=True):
             assert torch.equal(made.cpu().view(torch.uint8), wanted.view(torch.uint8))
 

@@ -53,7 +53,7 @@ def test_a_pass_counts_when_it_is_done() -> None:
     with pytest.raises(ForwardError, match="INTERNAL.*not begun"):
         made.advance(host)
     made.release(first)
-    with pytest.raises(ForwardError, match="INTERNAL.*nobody has taken"):
+    with pytest.raises(ForwardError, match="INTERNAL.*no sequence has taken"):
         made.release(first)  # its pages would be free twice, and two sequences would write into them
 
 
