@@ -17,10 +17,11 @@ class Facts:
 
     ``bytes_warm``: the checkpoint's bytes in the page cache of the host that has least of it; ``bytes_cold``: the others.
     ``bytes_ranks``: fetched by all ranks if each reads for itself, in whole rows, because of read-ahead.  These three are 0 where
-    nothing depends on them (:func:`compares`).
+    nothing depends on them (:func:`compares`).  ``unindexed``: files hold tensors that the index does not list.
     """
 
     all_safetensors: bool
+    unindexed: bool
     device_type: str
     ranks: int
     hosts: int
@@ -107,10 +108,10 @@ def decide(
     early = decided(load_method, stacked_moe_mode, facts, capabilities.reason if capabilities.tier is Tier.ABSENT else "")
     if early is not None:
         return early
-    lack = (capabilities.reason if capabilities.tier < Tier.BOUNDED else "") or shortage
+    lack = _tier(facts, capabilities) or shortage
     if lack:
         return _scratch(load_method, stacked_moe_mode, lack, logging.WARNING)
-    reasons = (_cheaper(facts)[1] if load_method == "auto" else "it was asked for", *_ways(facts))
+    reasons = (_cheaper(facts)[1] if load_method == "auto" else "it was asked for", *_ways(facts, capabilities))
     return Decision(FASTSAFETENSORS, load_method, stacked_moe_mode, logging.INFO, None, reasons)
 
 
@@ -130,6 +131,16 @@ def _precondition(load_method: str, facts: Facts) -> str:
         return "not all files are safetensors"
     if facts.device_type == "cpu" and load_method == "auto":
         return "the device is the CPU"
+    return ""
+
+
+def _tier(facts: Facts, capabilities: Capabilities) -> str:
+    if capabilities.tier < Tier.WHOLE:
+        return capabilities.reason
+    if capabilities.tier < Tier.BOUNDED and facts.ranks > 1:
+        return f"the installed wheel delivers whole files to one rank only: {capabilities.reason}"
+    if capabilities.tier < Tier.BOUNDED and facts.unindexed:
+        return "tensor names are not unique: files hold tensors that the index does not name, and the installed wheel yields them too"
     return ""
 
 
@@ -161,7 +172,11 @@ def _seconds(facts: Facts, method: str, times: float) -> float:
     return cold + facts.bytes_warm / rates.warm
 
 
-def _ways(facts: Facts) -> tuple[str, ...]:
+def _ways(facts: Facts, capabilities: Capabilities) -> tuple[str, ...]:
     """How fastsafetensors reads, for the report."""
-    each = "each file is read once and broadcast" if facts.ranks > 1 else "only what the rank needs is read, in chunks"
-    return (each, "experts are split and filtered here")
+    if capabilities.tier >= Tier.BOUNDED:
+        each = "each file is read once and broadcast" if facts.ranks > 1 else "only what the rank needs is read, in chunks"
+        return (each, "experts are split and filtered here")
+    split = "by the wheel" if capabilities.stacked_split else "here"
+    filtered = "by the wheel" if capabilities.copyout_filter else "here, after delivery"
+    return (f"whole files are read; experts are split {split}, and tensors filtered {filtered}",)

@@ -98,7 +98,7 @@ def _tiers(torch_found: dict[str, Any]) -> list[dict[str, Any]]:
     found = probe()
     return [
         {"name": "scratch", "usable": torch_found["error"] is None, "reason": torch_found["error"]},
-        {"name": "fastsafetensors", "usable": found.tier >= Tier.BOUNDED, "reason": f"{found.tier.name.lower()}: {found.reason}"},
+        {"name": "fastsafetensors", "usable": found.tier >= Tier.WHOLE, "reason": f"{found.tier.name.lower()}: {found.reason}"},
     ]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from rtp_llm.checkpoint.faults import CheckpointFault
 from rtp_llm.config.load import StackedMode
 from rtp_llm.loader.budget.memory import free_bytes
 from rtp_llm.loader.budget.preflight import host
@@ -51,6 +52,7 @@ def find_facts(context: LoadContext, prepared: Prepared, config: EffectiveConfig
         fetched = sum(piece.stop - piece.start for piece in pieces) if network else plan.bytes_read
     return Facts(
         all_safetensors=all(f.format == "safetensors" for f in plan.catalog.files),
+        unindexed=any(note.fault is CheckpointFault.OUTSIDE_INDEX for note in plan.catalog.notes),
         device_type=context.device.type,
         ranks=context.world.size,
         hosts=1,

@@ -48,6 +48,14 @@ class Dispatcher:
         self.kept_bytes += nbytes
         return nbytes
 
+    def take_whole(self, name: str, content: torch.Tensor) -> int:
+        """Places the wanted part of a whole tensor; returns its bytes, 0 for an unknown name."""
+        return self._place([(delivery, view(content, delivery.raw_box)) for delivery in self._wanted.by_name.get(name, ())])
+
+    def take_expert(self, name: str, expert: int, content: torch.Tensor) -> int:
+        """The same for one expert of a stacked tensor, without the dimension of experts."""
+        return self._place([(d, view(content, d.raw_box[1:])[None]) for d in self._wanted.by_expert.get((name, expert), ())])
+
 
 def _from(origin: Box, box: Box) -> Box:
     return shift(box, tuple(-a for a, _ in origin))

@@ -59,11 +59,18 @@ each:
 |---|---|---|
 | not installed | scratch | INFO |
 | installed, its import fails | scratch | WARNING |
-| no `AutoLoader(group, files, device=...)` with `iterate_weights()` and `close()`, or not the parts that it is made of | scratch | WARNING |
-| all of these | chunks; several ranks: each file read once and broadcast | INFO |
+| no `AutoLoader(group, files, device=...)` with `iterate_weights()` and `close()` | scratch | WARNING |
+| that, and nothing else | one rank: whole files, tensors filtered after delivery; several ranks: scratch | WARNING if scratch |
+| also the parts that `AutoLoader` is made of | chunks; several ranks: each file read once and broadcast | INFO |
 
-With chunks, a tensor that one rank alone does not want is never read. Several ranks get whole messages, and each drops what it does not
-want. A tensor that holds all experts is sent expert by expert; with `full-stacked`, whole.
+Some builds, but not the public ones, have one or both of two extensions of `AutoLoader`:
+
+| | tensors that this rank does not want | tensors that hold all experts |
+|---|---|---|
+| the extension | `local_copyout_filter` | `stacked_moe_tensors`, or `dim0_split_templates` |
+| the build has it, and no parts | dropped by the package | split by the package, expert by expert |
+| it has neither it nor parts | dropped here, after delivery | delivered whole, cut here |
+| it has the parts | never read (one rank), or dropped message by message (several) | sent expert by expert; `full-stacked`: whole |
 """
 
 

@@ -19,17 +19,30 @@ class Tier(IntEnum):
 
     ABSENT = 0  # not installed
     UNUSABLE = 1  # installed, and its import fails
-    TOO_OLD = 2  # importable, without an AutoLoader, or the parts of one, that can be called
-    BOUNDED = 3  # any range of a file arrives, in chunks
+    TOO_OLD = 2  # importable, without an AutoLoader that can be called
+    WHOLE = 3  # AutoLoader: tensors arrive whole, and a file at a time stands on the device
+    BOUNDED = 4  # and the parts that AutoLoader is made of: any range of a file arrives, in chunks
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What the package can do; ``reason``: why not more."""
+    """What the package can do; ``reason``: why not more.
+
+    ``copyout_filter``, ``stacked_split`` and ``estimate`` are extensions of some wheels: names of keyword parameters of
+    AutoLoader (``estimate``: of an attribute); None where the wheel has none.
+    """
 
     tier: Tier
     reason: str
+    copyout_filter: str | None = None
+    stacked_split: str | None = None
+    estimate: str | None = None
 
+
+#: AutoLoader's extensions: the names of each, the newest first.
+_FILTERS = ("local_copyout_filter",)
+_SPLITS = ("stacked_moe_tensors", "dim0_split_templates")
+_ESTIMATE = "estimated_peak_device_bytes"
 
 #: The parts that AutoLoader is made of, and the keywords by which they are called here.
 _PARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -66,10 +79,12 @@ def look_at(module: ModuleType) -> Capabilities:
     lack = _lacks_auto_loader(auto)
     if lack:
         return Capabilities(Tier.TOO_OLD, lack)
+    estimate = _ESTIMATE if hasattr(auto, _ESTIMATE) else None
+    found = (_first(auto, _FILTERS), _first(auto, _SPLITS), estimate)
     missing = [text for part in _PARTS if (text := _lacks_part(*part))]
     if missing:
-        return Capabilities(Tier.TOO_OLD, "; ".join(missing))
-    return Capabilities(Tier.BOUNDED, "it reads any range of a file, in chunks")
+        return Capabilities(Tier.WHOLE, "; ".join(missing), *found)
+    return Capabilities(Tier.BOUNDED, "it reads any range of a file, in chunks", *found)
 
 
 def _lacks_auto_loader(auto: Any) -> str:
@@ -103,3 +118,7 @@ def _called_without_arguments(method: Any) -> bool:
     if not found:
         return found is not None and isinstance(method, staticmethod)
     return not set(demands(method)) - {found[0].name}
+
+
+def _first(callable_: Any, names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if accepts(callable_, (name,))), None)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from rtp_llm.config.load import StackedMode
 from rtp_llm.transport.fastsafetensors.config import CHUNK_BYTES
 from rtp_llm.transport.fastsafetensors.docs import markdown
+from rtp_llm.transport.fastsafetensors.probe import _FILTERS, _SPLITS
 from tests.support.paths import ROOT
 
 
 def test_server_arguments() -> None:
-    """``docs/backend/server_arguments.md`` is generated, and names the modes and the chunk size."""
+    """``docs/backend/server_arguments.md`` is generated, and names what the probe looks for, the modes, and the chunk size."""
     text = markdown()
     assert (ROOT / "docs" / "backend" / "server_arguments.md").read_text() == text
-    for name in (*(mode.value for mode in StackedMode), str(CHUNK_BYTES)):
+    for name in (*_FILTERS, *_SPLITS, *(mode.value for mode in StackedMode), str(CHUNK_BYTES)):
         assert name in text
 
 

@@ -53,14 +53,35 @@ def assert_fell_back(found: dict[str, Any], level: str, reason: str, requested: 
         assert part in records[0][1]
 
 
+MORE: tuple[tuple[str, ...], ...] = (
+    (),
+    ("local_copyout_filter",),
+    ("stacked_moe_tensors",),
+    ("local_copyout_filter", "dim0_split_templates"),
+)
+ESTIMATES = {
+    "10**18": "scratch",
+    "5": "fastsafetensors",
+    "True": "fastsafetensors",
+    "'1'": "fastsafetensors",
+    "float('nan')": "fastsafetensors",
+}
+
+
 @pytest.fixture(scope="module")
 def simple(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Loads with every package that is plain Python, and without one."""
     folder = tmp_path_factory.mktemp("wheels")
+    moe = workers.save_moe(folder / "moe", published=False)
+    part = {"ep_size": 2, "ep_rank": 1}
     cases: dict[str, tuple[Path, str, dict[str, Any]]] = {}
     cases |= {f"import {kind}": (llama, source, {}) for kind, source in wheels.IMPORTS.items()}
     cases |= {f"old {what}": (llama, source, {}) for what, source in wheels.TOO_OLD.items()}
-    cases["without parts"] = (llama, wheels.WITHOUT_PARTS, {})
+    cases |= {f"whole {' '.join(more)}": (moe, wheels.working(more), part) for more in MORE}
+    cases |= {f"estimate {value}": (llama, wheels.working(estimate=f"estimated_peak_device_bytes = {value}"), {}) for value in ESTIMATES}
+    inline = {"fastsafetensors_config_json": '{"queue_size": 0}'}
+    cases["inline"] = (llama, wheels.working(), inline)
+    cases["loses"] = (llama, wheels.working(loses="k_proj"), {})
     planted = {name: (d, wheels.planted(folder / str(i), source), s) for i, (name, (d, source, s)) in enumerate(cases.items())}
     return loaded_all(planted | {"absent": (llama, None, {"hide": True}), "auto": (llama, None, {"load_method": "auto"})})
 
@@ -75,11 +96,6 @@ def test_an_import_that_fails(simple: dict[str, dict[str, Any]], kind: str) -> N
 def test_too_old(simple: dict[str, dict[str, Any]], what: str) -> None:
     """A package that cannot be called: a WARNING that says what is missing."""
     assert_fell_back(simple[f"old {what}"], "WARNING", "AutoLoader")
-
-
-def test_an_autoloader_without_its_parts(simple: dict[str, dict[str, Any]]) -> None:
-    """No public wheel is like that: a WARNING that names the parts."""
-    assert_fell_back(simple["without parts"], "WARNING", "parallel_loader")
 
 
 def test_absent_is_no_warning(simple: dict[str, dict[str, Any]]) -> None:
@@ -121,6 +137,33 @@ def test_too_little_memory(llama: Path) -> None:
     """A budget that the weights and the smallest chunk overrun: scratch, with a WARNING. (A little more, and chunks become smaller.)"""
     found = loaded(llama, fastsafetensors_config_json='{"device_memory_budget": 211100}')
     assert_fell_back(found, "WARNING", "does not fit")
+
+
+@pytest.mark.parametrize("more", MORE)
+def test_wheels_with_autoloader_alone(simple: dict[str, dict[str, Any]], more: tuple[str, ...]) -> None:
+    """A wheel without the parts of AutoLoader: whole tensors are filtered and split here, unless it does that itself."""
+    report = simple[f"whole {' '.join(more)}"]["report"]
+    assert (report["load_method"], report["tier"], report["slow_path_weights"]) == ("fastsafetensors", "whole", 0)
+    assert report["verified"]
+
+
+def test_settings_that_a_wheel_cannot_be_given(simple: dict[str, dict[str, Any]]) -> None:
+    """AutoLoader reads the environment alone: settings that are not there are not silently left out."""
+    assert_fell_back(simple["inline"], "WARNING", "cannot be given the settings of FASTSAFETENSORS_CONFIG_JSON")
+
+
+def test_slow_path_is_counted(simple: dict[str, dict[str, Any]]) -> None:
+    """What the wheel does not yield is fetched one by one, counted, and a WARNING."""
+    found = simple["loses"]
+    report = found["report"]
+    assert (report["load_method"], report["slow_path_weights"]) == ("fastsafetensors", 2) and report["verified"]
+    assert [text for name, text in found["log"] if name == "WARNING"] == ["slow path: 2 of 21 weights were fetched one by one"]
+
+
+@pytest.mark.parametrize("estimate", ESTIMATES)
+def test_a_wheels_own_estimate(simple: dict[str, dict[str, Any]], estimate: str) -> None:
+    """It counts where it is a finite number, and only upwards."""
+    assert simple[f"estimate {estimate}"]["report"]["load_method"] == ESTIMATES[estimate]
 
 
 @pytest.mark.parametrize("where", ["constructor", "iteration"])

@@ -14,6 +14,7 @@ from rtp_llm.transport.policy import Facts, asked_for, compares, decide, decided
 #: A checkpoint of 100 GB on one host's disk, none of it cached, for one GPU.
 COLD = Facts(
     all_safetensors=True,
+    unindexed=False,
     device_type="cuda",
     ranks=1,
     hosts=1,
@@ -25,6 +26,7 @@ COLD = Facts(
     bytes_ranks=100 * 10**9,
 )
 BOUNDED = Capabilities(Tier.BOUNDED, "all of it")
+WHOLE = Capabilities(Tier.WHOLE, "no chunks")
 #: Four ranks on a network file system: a third of all tensors is cut by columns, so that each rank fetches them whole.
 NETWORK = replace(COLD, network=True, file_system="nfs4", ranks=4, bytes_ranks=200 * 10**9)
 PER_EXPERT = StackedMode.PER_EXPERT
@@ -38,6 +40,8 @@ FALLS_BACK: list[tuple[str, str, Facts, Capabilities, str | None, int, str]] = [
     ("unusable", "auto", NETWORK, Capabilities(Tier.UNUSABLE, "OSError: libx"), None, logging.WARNING, "OSError: libx"),
     ("unusable, asked", "fastsafetensors", COLD, Capabilities(Tier.UNUSABLE, "OSError: libx"), None, logging.WARNING, "libx"),
     ("too old", "auto", NETWORK, Capabilities(Tier.TOO_OLD, "no AutoLoader"), None, logging.WARNING, "no AutoLoader"),
+    ("whole, ranks", "auto", NETWORK, WHOLE, None, logging.WARNING, "whole files to one rank only"),
+    ("whole, unindexed", "fastsafetensors", replace(COLD, unindexed=True), WHOLE, None, logging.WARNING, "not unique"),
     ("memory", "auto", replace(COLD, gpudirect=True), BOUNDED, "does not fit", logging.WARNING, "does not fit"),
     ("memory, asked", "fastsafetensors", COLD, BOUNDED, "does not fit", logging.WARNING, "does not fit"),
 ]
@@ -60,6 +64,8 @@ def test_falls_back(asked: str, facts: Facts, capabilities: Capabilities, shorta
     [
         pytest.param("fastsafetensors", COLD, BOUNDED, "fastsafetensors", id="asked for"),
         pytest.param("fastsafetensors", replace(COLD, device_type="cpu"), BOUNDED, "fastsafetensors", id="asked for on the CPU"),
+        pytest.param("fastsafetensors", COLD, WHOLE, "fastsafetensors", id="asked for, whole tensors, one rank"),
+        pytest.param("fastsafetensors", replace(COLD, unindexed=True), BOUNDED, "fastsafetensors", id="unindexed are not read in chunks"),
         pytest.param("auto", COLD, BOUNDED, "scratch", id="local disk"),
         pytest.param("auto", replace(COLD, bytes_cold=0, bytes_warm=10**11), BOUNDED, "scratch", id="page cache"),
         pytest.param("auto", replace(COLD, ranks=4, bytes_ranks=2 * 10**11), BOUNDED, "scratch", id="local disk, four ranks"),
@@ -123,3 +129,12 @@ def test_the_mode_is_kept(mode: StackedMode) -> None:
 def test_an_empty_checkpoint_divides_by_nothing() -> None:
     """No bytes, no estimate that fails."""
     assert decide("auto", PER_EXPERT, replace(COLD, bytes_cold=0, bytes_ranks=0), BOUNDED).method == "scratch"
+
+
+@pytest.mark.parametrize(
+    ("extras", "split", "kept"), [((None, None), "here", "here, after delivery"), (("f", "s"), "by the wheel", "by the wheel")]
+)
+def test_ways_of_a_wheel_without_chunks(extras: tuple[str | None, str | None], split: str, kept: str) -> None:
+    """Filter and split are two independent extensions, and the reasons say who does what."""
+    found = decide("fastsafetensors", PER_EXPERT, COLD, replace(WHOLE, copyout_filter=extras[0], stacked_split=extras[1]))
+    assert f"experts are split {split}, and tensors filtered {kept}" in found.reasons[-1]

@@ -42,7 +42,16 @@ def test_the_installed_wheel_has_the_tier_that_is_expected() -> None:
 
 def test_tiers_are_in_order() -> None:
     """An expectation is a least one, so tiers compare."""
-    assert sorted(Tier) == [Tier.ABSENT, Tier.UNUSABLE, Tier.TOO_OLD, Tier.BOUNDED]
+    assert sorted(Tier) == [Tier.ABSENT, Tier.UNUSABLE, Tier.TOO_OLD, Tier.WHOLE, Tier.BOUNDED]
+
+
+def test_the_public_wheel_has_no_extension() -> None:
+    """``**kwargs`` of ParallelLoader takes every name, and counts for nothing."""
+    from fastsafetensors import ParallelLoader
+
+    found = probe()
+    assert (found.copyout_filter, found.stacked_split, found.estimate) == (None, None, None)
+    assert accepts(ParallelLoader, ("borrowed_tensors",)) and not accepts(ParallelLoader, ("local_copyout_filter",))
 
 
 def test_absent() -> None:
@@ -70,10 +79,27 @@ def test_too_old(tmp_path: Path, what: str) -> None:
     assert found.tier is Tier.TOO_OLD and "AutoLoader" in found.reason
 
 
-def test_an_autoloader_without_its_parts_is_too_old(tmp_path: Path) -> None:
-    """Whole tensors alone are not read by it: the reason names the parts that are missing."""
-    found = probed(wheels.planted(tmp_path, wheels.WITHOUT_PARTS))
-    assert found.tier is Tier.TOO_OLD and "parallel_loader" in found.reason
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ((), (None, None)),
+        (("local_copyout_filter",), ("local_copyout_filter", None)),
+        (("stacked_moe_tensors",), (None, "stacked_moe_tensors")),
+        (("dim0_split_templates",), (None, "dim0_split_templates")),
+        (("local_copyout_filter", "dim0_split_templates", "stacked_moe_tensors"), ("local_copyout_filter", "stacked_moe_tensors")),
+    ],
+)
+def test_extensions_are_recognised_one_by_one(tmp_path: Path, more: tuple[str, ...], expected: tuple[str | None, str | None]) -> None:
+    """Filter and split are independent of each other, and the newer name of the split is taken."""
+    found = probed(wheels.planted(tmp_path, wheels.working(more)))
+    assert (found.tier, (found.copyout_filter, found.stacked_split)) == (Tier.WHOLE, expected)
+    assert "parallel_loader" in found.reason
+
+
+def test_an_estimate_is_recognised(tmp_path: Path) -> None:
+    """The attribute by which some wheels say how much they will take."""
+    source = wheels.working(estimate="def estimated_peak_device_bytes(self): return 1")
+    assert probed(wheels.planted(tmp_path, source)).estimate == "estimated_peak_device_bytes"
 
 
 @pytest.mark.parametrize(

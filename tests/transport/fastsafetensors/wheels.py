@@ -23,6 +23,41 @@ class AutoLoader:
     def close(self): pass
 """
 
+_WORKING = """
+import json
+from safetensors import safe_open
+
+class AutoLoader:
+    def __init__(self, pg, hf_weights_files, device="cpu"{more}):
+        self.files, self.more = hf_weights_files, dict({passed})
+    def iterate_weights(self):
+        keep = self.more.get("local_copyout_filter") or (lambda key: True)
+        split = self.more.get("stacked_moe_tensors") or self.more.get("dim0_split_templates") or {{}}
+        for file in self.files:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():
+                    whole = opened.get_tensor(name)
+                    if name in split:
+                        rows = ((split[name].format(expert_id=i), whole[i].clone()) for i in range(len(whole)))
+                    else:
+                        rows = ((name, whole),)
+                    for key, tensor in rows:
+                        if keep(key){condition}:
+                            yield key, tensor
+    def close(self): pass
+    {estimate}
+"""
+
+
+def working(more: tuple[str, ...] = (), loses: str = "", estimate: str = "") -> str:
+    """A package with nothing but an AutoLoader that works, with extensions; ``loses``: what it forgets to yield."""
+    return _WORKING.format(
+        more="".join(f", {name}=None" for name in more),
+        passed=", ".join(f"{name}={name}" for name in more),
+        condition=f" and {loses!r} not in key" if loses else "",
+        estimate=estimate,
+    )
+
 
 def planted(folder: Path, source: str, **modules: str) -> Path:
     """Writes the package into ``folder``, which goes to the front of the path."""
@@ -38,9 +73,6 @@ def with_parameters(parameters: str) -> str:
     """A package whose AutoLoader has these parameters and does nothing."""
     return _AUTO.format(parameters=parameters)
 
-
-#: An AutoLoader that can be called, and none of the parts that it is made of.
-WITHOUT_PARTS = with_parameters("pg, files, device='cpu'")
 
 #: What an import raises, and what its record has to name.
 IMPORTS = {
