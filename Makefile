@@ -13,7 +13,7 @@ export TQDM_DISABLE := 1
 
 WORKERS ?= 2
 
-.PHONY: help setup models demo test bazel bazel7 lock lint pytest bench format pins clean
+.PHONY: help setup models demo test bazel bazel7 lock lint optimised pytest bench format pins clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
@@ -31,7 +31,7 @@ models: setup ## the two small checkpoints of the demo and the tests, in .cache/
 demo: models ## inspect, plan, load and run SmolLM2 and MiniLM
 	@tools/demo.sh
 
-test: lint bazel ## lint and every test, through Bazel, in the lane of every platform
+test: lint optimised bazel ## lint and every test, through Bazel, in the lane of every platform
 
 bazel: ## every test as a Bazel target, each once; installs Debian's Bazel where there is none
 	@tools/bazel_tests.sh
@@ -56,6 +56,10 @@ lock: ## locks and all else that follows from the platform table; make lock PLAT
 
 pytest: models ## the CPU suite without Bazel, the quick loop; make pytest ARGS="-k name tests/plan" for less
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
+
+optimised: models ## what a load is made of, without the assertions of rtp_llm (python -O); those of tests count
+	@PYTHONOPTIMIZE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(OPTIMISED)
+optimised: OPTIMISED ?= tests/checkpoint tests/plan tests/layers tests/loader tests/transport/test_scratch.py tests/transport/test_blocks.py
 
 bench: models ## the CPU benchmarks, small sizes; ARGS= for the sizes of the tables in benchmark/
 	@set -e; for script in benchmark/*.py; do [ -e "$$script" ] || continue; echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done

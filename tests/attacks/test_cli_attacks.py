@@ -25,11 +25,10 @@ from tests.support.paths import child_env
 #: Runs a command on a checkpoint; returns exit code, output, processor seconds and peak memory.
 Run = Callable[[str, Path], dict[str, Any]]
 
-#: Past this a command hangs; it is far beyond the two seconds, for machines that do other work as well.
+#: Past this a command hangs; it is far beyond what a refusal takes, for machines that do other work as well.
 HANG_SECONDS = 60
 
-#: Processor seconds, and MiB beyond the command's own on a checkpoint without fault.
-MAX_SECONDS = 2
+#: MiB beyond the command's own on a checkpoint without fault.
 MAX_MIB = 300
 
 #: Exit codes of the command line: what ``inspect`` finds is its result, what ``plan`` and ``load`` meet is an error.
@@ -69,7 +68,8 @@ def idle(tmp_path_factory: pytest.TempPathFactory, run: Run) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def torch_seconds() -> float:
-    """Processor seconds of importing torch, which some torch files need before they can be judged."""
+    """Processor seconds of importing torch: some torch files need it before they can be judged, and it is what seconds are measured by
+    on this machine as it is now."""
     done = subprocess.run(
         [sys.executable, measure.__file__, str(HANG_SECONDS), sys.executable, "-c", "import torch"],
         env=child_env(),
@@ -80,12 +80,12 @@ def torch_seconds() -> float:
     return float(json.loads(done.stdout)["seconds"])
 
 
-def check_manners(result: dict[str, Any], attack: Attack, idle: dict[str, Any], extra_seconds: float) -> None:
+def check_manners(result: dict[str, Any], attack: Attack, idle: dict[str, Any], torch_seconds: float) -> None:
     text = result["out"] + result["err"]
     assert "Traceback" not in text, text
     assert "\x1b[2J" not in text and "\x07" not in text, "the checkpoint wrote to the terminal"
-    # torch files may need torch: its import is neither the attack's nor ours.
-    assert result["seconds"] < MAX_SECONDS + (extra_seconds if attack.file == BIN else 0), result["seconds"]
+    # A refusal takes a fraction of an import of torch, which torch files may need besides.
+    assert result["seconds"] < idle["seconds"] + torch_seconds * (3 if attack.file == BIN else 2), result["seconds"]
     assert result["mib"] < idle["mib"] + MAX_MIB, result["mib"]
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.moe.variants import make
 from tests.support.paths import child_env
 from tests.support.tiny import save_tiny_llama
-from tests.transport.fastsafetensors.workers import save_moe
 
 #: What an embedding program does, with promises that are broken on purpose.
 _BROKEN = """
@@ -88,7 +88,8 @@ def test_a_good_checkpoint_loads(tiny: Path, settings: tuple[str, ...]) -> None:
 
 def test_stacked_experts_load(tmp_path: Path) -> None:
     """A rank's part of tensors that hold all experts."""
-    code, report = command("load", save_moe(tmp_path / "moe", published=False), "--device", "cpu", "--verify", "--ep_size", 2)
+    make("qwen3_moe", tmp_path / "moe", published=False)
+    code, report = command("load", tmp_path / "moe", "--device", "cpu", "--verify", "--ep_size", 2)
     assert code == 0 and report["verified"] > 0
 
 

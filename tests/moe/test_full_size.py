@@ -111,23 +111,26 @@ CASES = {
     "kimi_k2": Case(KIMI_K2_CONFIG, kimi_k2(), 62, 5, 6, 0),
 }
 
+#: Calls of Python functions for each tensor, imports included: there are 28 and 26.  Work that grows with the square of the number of
+#: tensors has thousands.
+MOST_CALLS = 45
+
 _CHILD = """
-import json, resource, sys, time
+import json, resource, sys
 from rtp_llm import ParallelConfig, build_plan
-start, cpu = time.perf_counter(), time.process_time()
-plan = build_plan(sys.argv[1], ParallelConfig(8, 3, 64, int(sys.argv[2])))
-seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+from tests.support.calls import counted
+plan, calls = counted(lambda: build_plan(sys.argv[1], ParallelConfig(8, 3, 64, int(sys.argv[2]))))
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 experts = {d.slot for d in plan.deliveries if ".experts." in d.slot}
 print(json.dumps({
     "resident": plan.bytes_resident, "read": plan.bytes_read, "problems": len(plan.problems), "skipped": len(plan.skipped),
-    "tensors": len(plan.catalog.tensors), "experts": len(experts), "digest": plan.digest, "seconds": seconds, "cpu": cpu, "peak": peak,
+    "tensors": len(plan.catalog.tensors), "experts": len(experts), "digest": plan.digest, "calls": calls, "peak": peak,
 }))
 """
 
 
 def planned(folder: Path, ep_rank: int) -> dict[str, Any]:
-    """A plan made in a process of its own, whose memory and time are the plan's."""
+    """A plan made in a process of its own, whose memory is the plan's."""
     command = [sys.executable, "-c", _CHILD, str(folder), str(ep_rank)]
     done = subprocess.run(command, env=child_env(), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -138,7 +141,7 @@ def planned(folder: Path, ep_rank: int) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_at_full_size(name: str, tmp_path: Path) -> None:
     """TP 8, EP 64: resident and read bytes of a rank are those computed by hand, down to the byte; catalogue and plan take
-    under 3 s (of processor time: other tests may run beside this one) and the whole process under 1 GiB; and two ranks agree."""
+    a few steps for each tensor (benchmark/plan.md has the time) and the whole process under 1 GiB; and two ranks agree."""
     case = CASES[name]
     config = {key: value for key, value in case.config.items() if key != "quantization_config"}
     write_sparse_checkpoint(tmp_path, case.tensors, case.shards, config)
@@ -151,6 +154,6 @@ def test_a_plan_at_full_size(name: str, tmp_path: Path) -> None:
     body, vocabulary, routers, biases = case.elements()
     assert found["resident"] == (body + vocabulary) * BF16 + (routers + biases) * F32
     assert found["read"] == (body + vocabulary + routers) * BF16 + biases * F32
-    assert found["cpu"] < 3, found
+    assert found["calls"] < MOST_CALLS * found["tensors"], found
     assert found["peak"] < 2**30, found
     assert planned(tmp_path, 0)["digest"] == found["digest"]

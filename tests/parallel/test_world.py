@@ -83,19 +83,20 @@ def test_all_findings_of_a_rank_reach_the_others(checkpoint: str, tmp_path: Path
         assert "model.norm.weight" in result.stderr and "model.layers.0.mlp.up_proj.weight" in result.stderr, str(result)
 
 
-@pytest.mark.parametrize(("way", "reason"), [("killed", "RANK_LOST"), ("frozen", "RANK_LOST"), ("defect", "ZeroDivisionError: a defect")])
-def test_one_of_four_dies(checkpoint: str, tmp_path: Path, way: str, reason: str) -> None:
-    """A rank that is killed or meets a defect while it reads: the other three end within 10 s, with the reason.  One that
-    freezes is given half of the time-out first, since a healthy rank may be slow."""
-    timeout_s = 20.0 if way == "frozen" else 60.0
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [("killed", "RANK_LOST: a rank died"), ("frozen", "RANK_LOST: a rank stopped answering"), ("defect", "ZeroDivisionError: a defect")],
+)
+def test_one_of_four_dies(checkpoint: str, way: str, reason: str) -> None:
+    """A rank that is killed or meets a defect while it reads: the other three end with the reason, long before the time-out and not
+    because of silence.  One that freezes is given half of the time-out first, since a healthy rank may be slow."""
+    timeout_s = 20.0 if way == "frozen" else 600.0  # beyond what this test waits
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(4, workers.load_while_one_dies, checkpoint, way, str(tmp_path), timeout_s, timeout=60)
-    died = float((tmp_path / "dies").read_text())
+        run_ranks(4, workers.load_while_one_dies, checkpoint, way, timeout_s, timeout=120)
     for result in caught.value.results:
         if result.rank != 2:
             assert result.returncode == 2, str(caught.value)
             assert reason in result.stderr and "rank 2" in result.stderr, str(result)
-            assert float((tmp_path / str(result.rank)).read_text()) - died < 10 + timeout_s / 2 * (way == "frozen")
     assert isinstance(caught.value, RanksTimedOut) == (way == "frozen")
 
 

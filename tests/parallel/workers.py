@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -103,18 +102,15 @@ class DyingFiles(Files):
         super().scatter(*args)  # type: ignore[arg-type]
 
 
-def load_while_one_dies(path: str, way: str, marks: str, timeout_s: float) -> None:
-    """Rank 2 dies at its first read; the others note when they have ended."""
+def load_while_one_dies(path: str, way: str, timeout_s: float) -> None:
+    """Rank 2 dies at its first read; the others say why they have ended."""
     from rtp_llm.transport.scratch import reader
 
     DyingFiles.way = way
     reader.Files = DyingFiles  # type: ignore[misc]
-    if os.environ["RANK"] == "2":
-        Path(marks, "dies").write_text(str(time.time()))
     try:
         load([path] * 4, replace(SETTINGS, timeout_s=timeout_s))
     except RtpLlmError as error:
-        Path(marks, os.environ["RANK"]).write_text(str(time.time()))
         say(error)
 
 

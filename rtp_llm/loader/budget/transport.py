@@ -20,7 +20,8 @@ from rtp_llm.transport.fastsafetensors.config import EffectiveConfig, ReaderCont
 from rtp_llm.transport.fastsafetensors.group import GroupTransport
 from rtp_llm.transport.fastsafetensors.local import LocalTransport
 from rtp_llm.transport.fastsafetensors.memory import order_of
-from rtp_llm.transport.fastsafetensors.probe import Tier, absent, probe
+from rtp_llm.transport.fastsafetensors.probe import Capabilities, Tier, absent, probe
+from rtp_llm.transport.fastsafetensors.whole import WholeTransport
 from rtp_llm.transport.interface import TransferStats, Transport
 from rtp_llm.transport.policy import FASTSAFETENSORS, SCRATCH, Decision, asked_for, decide, decided
 from rtp_llm.transport.scratch.pool import ReaderPool
@@ -81,11 +82,14 @@ def select_transport(context: LoadContext, prepared: Prepared, pool: ReaderPool[
         return _select_scratch(context, prepared, early, Tier.ABSENT if lack else None, pool)
     if pool is not None:
         pool.dismiss()
-    capabilities = combine_capabilities(probe(), context.watch)
+    capabilities = combine_capabilities(_configurable(probe(), config), context.watch)
     decision = decide(method, context.mode, facts, capabilities)
     if decision.method == SCRATCH:
         return _select_scratch(context, prepared, decision, capabilities.tier)
-    transport, budget = _in_chunks(context, prepared, config, capabilities.tier, cache)
+    threads = context.settings.reader_threads or _THREADS
+    reader = ReaderContext(prepared.catalog.directory, context.device, config, threads, _around_cache(config, cache))
+    make = _in_chunks if capabilities.tier is Tier.BOUNDED else _whole_files
+    transport, budget = make(context, prepared, reader, capabilities)
     short = next(shortages(context, budget, _least_free(context.device, config)), None)
     decision = decide(method, context.mode, facts, capabilities, None if short is None else short.what)
     if decision.method == SCRATCH:
@@ -122,18 +126,31 @@ def _least_free(device: torch.device, config: EffectiveConfig) -> int:
     return free if config.device_memory_budget is None else min(free, config.device_memory_budget)
 
 
-def _in_chunks(context: LoadContext, prepared: Prepared, config: EffectiveConfig, tier: Tier, cache: PageCache) -> tuple[Transport, Budget]:
-    plan, world, watch = prepared.plan, context.world, context.watch
+def _configurable(capabilities: Capabilities, config: EffectiveConfig) -> Capabilities:
+    """What the package can do with the settings: without its parts it takes them from the environment, which is never written."""
+    if capabilities.tier is not Tier.WHOLE or (config.source == "defaults" and config.direct is None):
+        return capabilities
+    return replace(capabilities, tier=Tier.TOO_OLD, reason=f"the installed wheel cannot be given the settings of {config.source}")
+
+
+def _whole_files(
+    context: LoadContext, prepared: Prepared, reader: ReaderContext, capabilities: Capabilities
+) -> tuple[WholeTransport, Budget]:
+    rest = scratch(context, prepared)
+    whole = WholeTransport(reader, capabilities, context.mode, free_bytes(context.device), rest)
+    return whole, replace(scratch_budget(context, prepared), transport=FASTSAFETENSORS, staging=whole.staging_bytes(prepared.plan))
+
+
+def _in_chunks(context: LoadContext, prepared: Prepared, reader: ReaderContext, capabilities: Capabilities) -> tuple[Transport, Budget]:
+    plan, world, watch, config = prepared.plan, context.world, context.watch, reader.config
     # All ranks need equal chunks, whatever each has resident.
     chunk_bytes = min(watch.all_gather_json(config.chunk_for(plan.bytes_resident)))
     order = order_of(plan, context.mode, chunk_bytes, world.size)
     budget = chunked_budget(context, prepared, order, world.rank, config)
-    threads = context.settings.reader_threads or _THREADS
-    reader_context = ReaderContext(prepared.catalog.directory, context.device, config, threads, _around_cache(config, cache))
     if world.size == 1:
-        return LocalTransport(reader_context, tuple(chunk for _, chunk in order)), budget
-    terms = f"mode {context.mode.value} tier {tier.name} chunk {chunk_bytes} depth {config.depth}"
-    return GroupTransport(reader_context, order, terms, world, watch), budget
+        return LocalTransport(reader, tuple(chunk for _, chunk in order)), budget
+    terms = f"mode {context.mode.value} tier {capabilities.tier.name} chunk {chunk_bytes} depth {config.depth}"
+    return GroupTransport(reader, order, terms, world, watch), budget
 
 
 def _around_cache(config: EffectiveConfig, cache: PageCache) -> dict[str, bool]:

@@ -20,6 +20,7 @@ from rtp_llm.loader.prepare import Prepared
 from rtp_llm.plan.budget import staging_limits
 from rtp_llm.plan.plan import LoadPlan
 from rtp_llm.transport.fastsafetensors.failure import FastsafetensorsFailure
+from rtp_llm.transport.fastsafetensors.probe import Tier
 from rtp_llm.transport.faults import TransportFault
 from rtp_llm.transport.interface import TransferStats
 from rtp_llm.transport.policy import SCRATCH
@@ -70,8 +71,8 @@ def fill_parameters(context: LoadContext, prepared: Prepared, selected: Selected
 
 
 def _deliver(context: LoadContext, prepared: Prepared, selected: SelectedTransport, params: dict[str, nn.Parameter]) -> TransferStats:
-    # A load in chunks has one thread, which could only wait for itself; the own reader has several.
-    in_chunks = selected.decision.method != SCRATCH
+    # A load in chunks has one thread, which could only wait for itself.  The own reader, which also fetches what whole files lack, has several.
+    in_chunks = selected.decision.method != SCRATCH and selected.tier is Tier.BOUNDED
     limit = None if in_chunks else staging_limits(prepared.plan, context.reader).parts
     sink, progress = DerivingPlacement(params, prepared.plan, limit), context.progress
     progress.start(prepared.plan.bytes_read)

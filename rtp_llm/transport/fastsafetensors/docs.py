@@ -60,8 +60,8 @@ each:
 | not installed | scratch | INFO |
 | installed, its import fails | scratch | WARNING |
 | no `AutoLoader(group, files, device=...)` with `iterate_weights()` and `close()` | scratch | WARNING |
-| that, and nothing else | one rank: whole files, tensors filtered after delivery; several ranks: scratch | WARNING if scratch |
-| also the parts that `AutoLoader` is made of | chunks; several ranks: each file read once and broadcast | INFO |
+| that, and nothing else (0.3.3, 0.4.0) | one rank: whole files, tensors filtered after delivery; several ranks: scratch | WARNING if scratch |
+| also the parts that `AutoLoader` is made of (0.5.0) | chunks; several ranks: each file read once and broadcast | INFO |
 
 Some builds, but not the public ones, have one or both of two extensions of `AutoLoader`:
 

@@ -20,8 +20,8 @@ class Tier(IntEnum):
     ABSENT = 0  # not installed
     UNUSABLE = 1  # installed, and its import fails
     TOO_OLD = 2  # importable, without an AutoLoader that can be called
-    WHOLE = 3  # AutoLoader: tensors arrive whole, and a file at a time stands on the device
-    BOUNDED = 4  # and the parts that AutoLoader is made of: any range of a file arrives, in chunks
+    WHOLE = 3  # AutoLoader (0.3.3, 0.4.0): tensors arrive whole, and a file at a time stands on the device
+    BOUNDED = 4  # (0.5.0) and the parts that AutoLoader is made of: any range of a file arrives, in chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,8 +133,8 @@ def test_memory_is_what_was_predicted(larger: dict[str, str], world: int) -> Non
     ],
 )
 def test_one_rank_of_four_and_all_end(tmp_path: Path, checkpoints: dict[str, str], fault: str, reason: str) -> None:
-    """Another order, another checkpoint, a death, a freeze, or files that are cut, on rank 1: within 10 s (after a freeze, 10 s
-    and half of the time-out) all ranks end with the same cause; a data error is never taken for a fault of the package, and
+    """Another order, another checkpoint, a death, a freeze, or files that are cut, on rank 1: all ranks end with the same
+    cause, long before the time-out (after a freeze, when half of it is over); a data error is never taken for a fault of the package, and
     nobody falls back."""
     own = tmp_path / "own"
     shutil.copytree(checkpoints["llama"], own)
@@ -142,15 +142,14 @@ def test_one_rank_of_four_and_all_end(tmp_path: Path, checkpoints: dict[str, str
         shutil.rmtree(own)
         save_tiny_llama(own, num_attention_heads=8, num_key_value_heads=4, seed=1)
     directories = [str(own) if rank == 1 else checkpoints["llama"] for rank in range(4)]
-    timeout_s = 20.0 if fault == "frozen" else 60.0
-    bound = 10 + timeout_s / 2 * (fault == "frozen")
+    timeout_s = 20.0 if fault == "frozen" else 600.0  # beyond what this test waits
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(4, workers.rank_fault, directories, fault, str(tmp_path), timeout_s, timeout=80)
+        run_ranks(4, workers.rank_fault, directories, fault, str(tmp_path), timeout_s, timeout=120)
     for result in caught.value.results:
         if result.rank != 1 or fault not in ("killed", "frozen"):
             assert result.returncode == 2, str(caught.value)
             assert reason in result.stderr and ("rank 1" in result.stderr or result.rank == 1), str(result)
             assert "falls back" not in result.stderr
-            if (tmp_path / "harm").exists():
-                assert float((tmp_path / str(result.rank)).read_text()) - float((tmp_path / "harm").read_text()) < bound
+            assert ("stopped answering" in result.stderr) == (fault == "frozen"), str(result)
+    assert (tmp_path / "harm").exists() == (fault in ("killed", "frozen", "cut"))
     assert isinstance(caught.value, RanksTimedOut) == (fault == "frozen")

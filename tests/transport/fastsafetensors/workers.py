@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,7 +195,7 @@ def rank_dtypes(directory: str, chunk_bytes: int) -> dict[str, Any]:
 
 
 def rank_fault(directories: list[str], fault: str, marks: str, timeout_s: float) -> None:
-    """A load in which one rank is unlike the others or comes to harm; each notes when it has ended, and why."""
+    """A load in which one rank is unlike the others or comes to harm; each says why it has ended."""
     from rtp_llm import LoadConfig, load_model
     from rtp_llm.errors import RtpLlmError
     from rtp_llm.loader.budget import transport
@@ -212,7 +211,6 @@ def rank_fault(directories: list[str], fault: str, marks: str, timeout_s: float)
     try:
         load_model(directories[rank], load=LoadConfig(device="cpu", load_method="fastsafetensors", timeout_s=timeout_s))
     except RtpLlmError as error:
-        Path(marks, str(rank)).write_text(str(time.time()))
         print(error, file=sys.stderr)
         raise SystemExit(2) from error
 
@@ -225,7 +223,7 @@ def harm_reads(reader: Any, fault: str, directory: Path, marks: Path) -> None:
     def next(self: Any) -> Any:
         asked.append(1)
         if len(asked) == 2:
-            (marks / "harm").write_text(str(time.time()))
+            (marks / "harm").touch()
             if fault == "cut":
                 for file in directory.glob("*.safetensors"):
                     os.truncate(file, file.stat().st_size - 64)
