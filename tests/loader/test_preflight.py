@@ -42,7 +42,7 @@ def test_ranks_that_share_a_device_are_added_up(tmp_path: Path, shares: list[flo
 #: One rank's: half of 1000 bytes is cached.
 FACTS = Facts(
     all_safetensors=True,
-    strangers=False,
+    unindexed=False,
     device_type="cuda",
     ranks=2,
     hosts=1,

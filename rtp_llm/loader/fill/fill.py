@@ -71,7 +71,7 @@ def fill_parameters(context: LoadContext, prepared: Prepared, selected: Selected
 
 
 def _deliver(context: LoadContext, prepared: Prepared, selected: SelectedTransport, params: dict[str, nn.Parameter]) -> TransferStats:
-    # A load in chunks has one thread, which could only wait for itself.  The own reader, which also fetches what whole files lack, has several.
+    # A load in chunks has one thread, which could only wait for itself.  The own reader has several; it also fetches what whole files lack.
     in_chunks = selected.decision.method != SCRATCH and selected.tier is Tier.BOUNDED
     limit = None if in_chunks else staging_limits(prepared.plan, context.reader).parts
     sink, progress = DerivingPlacement(params, prepared.plan, limit), context.progress

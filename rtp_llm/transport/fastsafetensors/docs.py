@@ -60,7 +60,7 @@ each:
 | not installed | scratch | INFO |
 | installed, its import fails | scratch | WARNING |
 | no `AutoLoader(group, files, device=...)` with `iterate_weights()` and `close()` | scratch | WARNING |
-| that, and nothing else (0.3.3, 0.4.0) | one rank: whole files, tensors filtered after delivery; several ranks: scratch | WARNING if scratch |
+| that, and nothing else (0.3.3, 0.4.0) | one rank: whole files, filtered after delivery; several: scratch | WARNING if scratch |
 | also the parts that `AutoLoader` is made of (0.5.0) | chunks; several ranks: each file read once and broadcast | INFO |
 
 Some builds, but not the public ones, have one or both of two extensions of `AutoLoader`:
