@@ -21,4 +21,4 @@ def test_llama_3_70b_is_planned_in_few_steps_at_tp_8(tmp_path: Path) -> None:
     plan, calls = counted(lambda: build_plan(tmp_path, place, settings))
     plan.raise_for_problems()
     assert len(plan.deliveries) == 723 and plan.bytes_read < plan.bytes_resident * 1.01
-    assert calls < MOST_CALLS * len(plan.tensors), calls
+    assert calls < MOST_CALLS * len(plan.catalog.tensors), calls
