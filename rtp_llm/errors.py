@@ -7,7 +7,7 @@ sorted, so that a user never has to repair a checkpoint one message at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
@@ -85,16 +85,15 @@ class RtpLlmError(ValueError):
         found = (problems,) if isinstance(problems, Problem) else tuple(problems)
         assert found, "an error without a problem"
         self.problems: tuple[Problem, ...] = tuple(sorted(found, key=Problem.sort_key))
-        super().__init__(self._message())
+        super().__init__("\n".join(self.lines()))
 
-    def _message(self) -> str:
-        if len(self.problems) == 1:
-            return f"{self.step}: {self.problems[0]}"
-        lines = [f"{self.step}: {len(self.problems)} problems"]
-        lines += [f"  - {p}" for p in self.problems[:MESSAGE_LIMIT]]
-        if len(self.problems) > MESSAGE_LIMIT:
-            lines.append(f"  ... and {len(self.problems) - MESSAGE_LIMIT} more (--json lists all)")
-        return "\n".join(lines)
+    def lines(self, text: Callable[[Problem], str] = str) -> tuple[str, ...]:
+        """The message by lines: at most :data:`MESSAGE_LIMIT` problems, each as ``text`` spells it."""
+        count, shown = len(self.problems), [text(problem) for problem in self.problems[:MESSAGE_LIMIT]]
+        if count == 1:
+            return (f"{self.step}: {shown[0]}",)
+        more = (f"  ... and {count - MESSAGE_LIMIT} more (--json lists all)",) if count > MESSAGE_LIMIT else ()
+        return (f"{self.step}: {count} problems", *(f"  - {line}" for line in shown), *more)
 
 
 class CheckpointError(RtpLlmError):

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from rtp_llm.cli.output import printable
-from rtp_llm.errors import INTERNAL, MESSAGE_LIMIT, Problem, RtpLlmError
+from rtp_llm.errors import INTERNAL, Problem, RtpLlmError
 
 #: An error that the user can fix; click, grep and others use this code.
 USER_ERROR = 2
@@ -72,16 +72,9 @@ def describe(error: BaseException) -> Failure:
 
 
 def _of_problems(error: RtpLlmError) -> Failure:
-    shown, count = [printable(problem) for problem in error.problems[:MESSAGE_LIMIT]], len(error.problems)
-    if count == 1:
-        lines = [f"{error.step}: {shown[0]}"]
-    else:
-        lines = [f"{error.step}: {count} problems", *(f"  - {text}" for text in shown)]
-        if count > MESSAGE_LIMIT:
-            lines.append(f"  ... and {count - MESSAGE_LIMIT} more (--json lists all)")
     loud = any(problem.code in _LOUD for problem in error.problems)
     code = INTERNAL_ERROR if any(problem.code == INTERNAL for problem in error.problems) else USER_ERROR
-    return Failure(type(error).__name__, tuple(lines), code, error.problems, loud=loud)
+    return Failure(type(error).__name__, error.lines(printable), code, error.problems, loud=loud)
 
 
 def _of_usage(error: click.ClickException) -> Failure:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,31 +15,10 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
+    from rtp_llm.transport.interface import Progress
+
 #: Seconds between lines if stderr is a file or pipe: often enough to show progress, rarely enough for a log.
 LINE_SECONDS = 5.0
-
-
-class ProgressBar(Protocol):
-    """The display that a transport reports to; ``advance`` is called from several threads."""
-
-    def start(self, total_bytes: int) -> None: ...
-
-    def advance(self, nbytes: int) -> None: ...
-
-    def stop(self) -> None: ...
-
-
-class NoProgressBar:
-    """Shows nothing."""
-
-    def start(self, total_bytes: int) -> None:
-        pass
-
-    def advance(self, nbytes: int) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
 
 
 class LineProgress:
@@ -103,8 +82,8 @@ class BarProgress:
             self._bar = None
 
 
-def choose_progress(enabled: bool, speaks: bool) -> ProgressBar:
+def choose_progress(enabled: bool, speaks: bool) -> Progress | None:
     """The progress display of this process: only rank 0 has one."""
     if not (enabled and speaks):
-        return NoProgressBar()
+        return None
     return BarProgress() if sys.stderr.isatty() else LineProgress()
