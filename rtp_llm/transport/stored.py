@@ -18,7 +18,9 @@ def as_stored(tensor: TensorInfo, box: Box, flat: torch.Tensor) -> torch.Tensor:
     """
     name = DTYPES[tensor.dtype].torch_name
     if name is None:
-        raise TransportError(internal(TransportFault.INTERNAL, f"the plan has a dtype that torch lacks: {tensor.dtype}", tensor=tensor.name))
+        raise TransportError(
+            internal(TransportFault.INTERNAL, f"the plan has a dtype that torch lacks: {tensor.dtype}", tensor=tensor.name)
+        )
     dtype = getattr(torch, name)
     if flat.data_ptr() % dtype.itemsize or flat.storage_offset() % dtype.itemsize:
         # After a header of odd length, tensors lie at odd addresses, from which a device cannot load.
